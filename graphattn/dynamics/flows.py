@@ -234,7 +234,7 @@ def _as_value(value: Any, x: Tensor) -> Tensor:
 
 
 def _wrapped(angles: Tensor) -> Tensor:
-    """The same angles in -pi .. pi."""
+    """Return the same angles in -pi .. pi."""
     return torch.remainder(angles + torch.pi, 2 * torch.pi) - torch.pi
 
 

@@ -52,7 +52,7 @@ class TokenModel(BlockStack):
     def _apply_head(self, features: Tensor) -> Tensor:
         return self.head(features)
 
-    def embed(
+    def embed_tokens(
         self,
         tokens: Tensor,
         *,
@@ -213,7 +213,7 @@ class TokenModel(BlockStack):
         tokens = self._readable(tokens, valid)
         if positions is not None:
             check_positions(positions, tokens.shape)
-        x = self.embed(tokens, start=cache.position, positions=positions, valid=valid)
+        x = self.embed_tokens(tokens, start=cache.position, positions=positions, valid=valid)
         if n == 1:  # as one token, for which blocks have the shortest way
             x = x.squeeze(-2)
             valid, positions = (None if t is None else t[..., 0] for t in (valid, positions))

@@ -257,8 +257,12 @@ class _Consensus(GraphLayer):
         for iteration in range(self.iterations):
             if iteration:
                 plain = self.rotate_back(u, rotations)
-                of_target, of_source = self.rotate(plain, plain, rotations)
-                compared = of_target, of_source if alone else compared[1]
+                if alone:
+                    compared = self.rotate(plain, plain, rotations)
+                elif self.rotary is None or rotations is None:
+                    compared = plain, compared[1]
+                else:
+                    compared = self.rotary.turn(plain, rotations[0]), compared[1]
             u = self.mix(u, compared, hidden, graph, masks, iteration=iteration, **values)
         return self.project_back(u, rotations)
 
@@ -492,6 +496,15 @@ class SelfConsensus(_Consensus, CompiledSteps):
         edge_networks: with edge_input="full", "shared" (the first layers of the networks of all
             heads are one; the default there) or "per_head" (every head has its own, Algorithm 5 to
             the letter). Heads that read slices always have their own.
+        iterations: T, the number of steps that one call makes. All have the same R, which the
+            tokens of the call determine.
+        learned_step: whether every iteration learns a step size of its own, the same for all heads:
+            softplus of T parameters, and `step_size` (a number) before training.
+        share_alpha: whether all heads of an edge have the same alpha.
+        learned_beta: whether beta is computed. If not, it is the rank, so that R = alpha I plus the
+            sum of v v^T over the rows v of Lambda before they are divided by sqrt(r). The authors'
+            published code has ``iterations=2, learned_step=True, share_alpha=True,
+            learned_beta=False, edge_input="full", trunk="separate"``.
         update: "energy" or "target".
         bias: whether the two projections have biases (without RoPE, b_s has no effect on
             disagreements, and b_o can replace it).

@@ -129,7 +129,13 @@ def test_what_does_not_fit_is_refused():
 def test_models_pass_the_options_on():
     options = {name: OPTIONS[name] for name in PUBLISHED[-1]}
     model = ga.models.ProteinModel(
-        dim=16, depth=1, heads=2, mixer="consensus", mixer_options=options, context={"dna": 16}, context_every=1
+        dim=16,
+        depth=1,
+        heads=2,
+        mixer="consensus",
+        mixer_options=options,
+        context={"dna": 16},
+        context_every=1,
     )
     layers = [
         m for m in model.modules() if isinstance(m, ga.nn.SelfConsensus | ga.nn.CrossConsensus)

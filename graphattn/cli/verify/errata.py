@@ -274,9 +274,7 @@ def scaled_queries() -> Exhibit:
 def parameters_of_algorithm_5() -> Exhibit:
     def count(**options: Any) -> int:
         with torch.device("meta"):
-            few, many = (
-                ga.nn.SelfConsensus(768, 12, edge_hidden=xi, **options) for xi in (1, 2)
-            )
+            few, many = (ga.nn.SelfConsensus(768, 12, edge_hidden=xi, **options) for xi in (1, 2))
         sizes = [sum(p.numel() for p in layer.parameters()) for layer in (few, many)]
         return 12 * (sizes[1] - sizes[0])  # layers
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,11 +33,13 @@ class Groups(NamedTuple):
     states: Tensor
 
 
-def _flows(size: Size, **options: float) -> Iterator[Groups]:
+def _flows(size: Size, **options: Any) -> Iterator[Groups]:
     """Yield groups of 3 to 8 particles, whose hulls are 1 wide and more than sqrt(C) apart."""
     for seed in range(size.draws):
         draw = generator(seed)
-        counts = torch.randint(3, 9, (int(torch.randint(2, 5, (), generator=draw)),), generator=draw)
+        counts = torch.randint(
+            3, 9, (int(torch.randint(2, 5, (), generator=draw)),), generator=draw
+        )
         C = 1 + seed % 3
         home = torch.arange(len(counts)).repeat_interleave(counts)
         x = torch.rand(len(home), C, dtype=torch.float64, generator=draw)
@@ -71,8 +73,8 @@ def groups_within_a_radius(case: Groups) -> tuple[float, float]:
 
 @claim("flow of the k nearest: groups stay apart", KRAUSE, flows_of_nearest)
 def groups_of_nearest(case: Groups) -> tuple[float, float]:
-    """With top-k, groups of at least k particles never come nearer, if their hulls are further
-    apart than the diameter of the widest."""
+    """Groups of at least k particles never come nearer with top-k, if their hulls are further apart
+    than the diameter of the widest."""
     return _gap(case)
 
 
@@ -119,8 +121,8 @@ def rbf_is_a_dot_product(case: Heads) -> tuple[float, float]:
 
 @claim("Gaussian kernel: eigenvalues in 0 .. 1", GAUSSIAN, random_heads)
 def spectrum_of_the_kernel(case: Heads) -> tuple[float, float]:
-    """Over all pairs, attention of tokens to themselves by a Gaussian kernel has real eigenvalues
-    between 0 and 1, because it is similar to a positive semidefinite matrix."""
+    """Attention over all pairs by a Gaussian kernel has real eigenvalues between 0 and 1, because it
+    is similar to a positive semidefinite matrix."""
     x, N = case.query, len(case.query)
     weight = ga.attention_weights(x, x, ga.complete_graph(N), sigma=case.sigma)
     eigenvalues = torch.linalg.eigvals(weight.reshape(N, N))
@@ -156,14 +158,14 @@ def widths(size: Size) -> Iterator[Width]:
 def parameters_of_the_layer(case: Width) -> tuple[float, float]:
     """The layer has D^2 + D + H parameters (one output map, a bandwidth per head), where dot
     products have 4 (D^2 + D)."""
-    count = {
-        kind: sum(p.numel() for p in kind(case.dim, case.heads).parameters())
-        for kind in (ga.nn.GaussianKernelAttention, ga.nn.DotProductAttention)
-    }
     one_map = case.dim**2 + case.dim
-    expected = {ga.nn.GaussianKernelAttention: one_map + case.heads}
-    expected[ga.nn.DotProductAttention] = 4 * one_map
-    return -float(sum(abs(count[kind] - expected[kind]) for kind in count)), 0.0
+    layers: list[tuple[torch.nn.Module, int]] = [
+        (ga.nn.GaussianKernelAttention(case.dim, case.heads), one_map + case.heads),
+        (ga.nn.DotProductAttention(case.dim, case.heads), 4 * one_map),
+    ]
+    count = [sum(p.numel() for p in layer.parameters()) for layer, _ in layers]
+    wrong = sum(abs(n - expected) for n, (_, expected) in zip(count, layers, strict=True))
+    return -float(wrong), 0.0
 
 
 # Attention clusters.
@@ -192,7 +194,7 @@ def random_tokens(size: Size) -> Iterator[Tokens]:
 
 @claim("scaled query is scaled dot product", CLUSTERS, random_tokens, "equation")
 def scaled_query(case: Tokens) -> tuple[float, float]:
-    """(q / sqrt(C)) . k is (q . k) / sqrt(C), so both iterations are the same."""
+    """Both iterations are the same, because (q / sqrt(C)) . k is (q . k) / sqrt(C)."""
     sdp, sq = (
         ga.dynamics.simulate(case.x, case.graph, steps=5, scaling=scaling).states[-1]
         for scaling in ("sdp", "sq")
@@ -245,8 +247,8 @@ def bowls(size: Size) -> Iterator[Bowl]:
 
 @claim("alpha_max: where a step stops lowering the loss", "Eq. 18", bowls, "equation")
 def largest_stable_rate(case: Bowl) -> tuple[float, float]:
-    """On a quadratic loss, the step of size alpha_max along a direction of descent ends at the loss
-    where it began."""
+    """A step of size alpha_max along a direction of descent ends at the loss where it began, if the
+    loss is quadratic."""
     slope = float((case.A @ case.x * case.step).sum())
     curvature = float((case.step.T @ case.A @ case.step).sum())
     end = case.x + alpha_max(slope, curvature) * case.step

@@ -234,7 +234,7 @@ class CausalLM(TiedModel):
         device = self.embedding.weight.device
         return one_each(self.windows, lambda window: _causal(num_tokens, window).to(device))
 
-    def embed(
+    def embed_tokens(
         self,
         tokens: Tensor,
         *,
@@ -242,7 +242,7 @@ class CausalLM(TiedModel):
         positions: Tensor | None = None,
         valid: Tensor | None = None,
     ) -> Tensor:
-        x = super().embed(tokens)
+        x = super().embed_tokens(tokens)
         if self.position_embedding is None:
             return x
         if positions is None:
@@ -282,7 +282,7 @@ class CausalLM(TiedModel):
             first = graphs[0]
             places = (first.tokens if isinstance(first, ShardedGraph) else first).positions
         x = self.run_blocks(
-            self.embed(tokens, positions=places, valid=valid),
+            self.embed_tokens(tokens, positions=places, valid=valid),
             graphs,
             of_edges={"edge_bias": edge_bias, "edge_features": edge_features},
             valid=valid,

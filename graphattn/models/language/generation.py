@@ -98,7 +98,7 @@ class Reader:
         V]."""
         here = slice(self.cache.position, until)
         if self.runs is not None and here.start == until - 1:
-            x = self.model.embed(self.text.tokens[..., here], start=here.start).squeeze(-2)
+            x = self.model.embed_tokens(self.text.tokens[..., here], start=here.start).squeeze(-2)
             for run in self.runs:
                 x = run(x)
             return self.model._apply_head(self.model.norm(x)).unsqueeze(-2)

@@ -171,9 +171,9 @@ class VisionTransformer(BlockStack):
         self._check_reaches(mixer)
         self.norm = nn.LayerNorm(dim)
         norms: list[Any] = [self.norm]
-        norms += [norm for block in self.blocks for norm in (block.mixer_norm, block.mlp_norm)]
-        for norm in norms:
-            norm.eps = as_float("norm_eps", norm_eps, positive=False)
+        norms += [part for block in self.blocks for part in (block.mixer_norm, block.mlp_norm)]
+        for each in norms:
+            each.eps = as_float("norm_eps", norm_eps, positive=False)
         self.head, self.distillation_head = make_head(dim, self.num_classes), None
         if pooling == "distilled":
             self.distillation_head = make_head(dim, self.num_classes)

@@ -168,12 +168,12 @@ class PreNormBlock(Configured, nn.Module):
         return self._leaving(self.mlp_norm, x + self._branch(gate_mapped(mapped), graph))
 
     def _entering(self, norm: nn.Module, x: Tensor) -> Tensor:
-        """What a part reads."""
+        """Return what a part reads."""
         normed: Tensor = norm(x)
         return normed
 
     def _leaving(self, norm: nn.Module, x: Tensor) -> Tensor:
-        """What the sum of a part and its input becomes."""
+        """Return what becomes of the sum of a part and its input."""
         return x
 
     def _branch(self, y: Tensor, graph: Any) -> Tensor:

@@ -149,15 +149,16 @@ class EdgeNetwork(nn.Module):
 
     def second_layer(self) -> EdgeNetworkParameters:
         """Return the parameters of the second layer, which follows the GELU, for every head."""
-        alpha, alpha_bias, beta, beta_bias = (
-            self.alpha, self.alpha_bias, self.beta, self.beta_bias
-        )  # fmt: skip
+        alpha: Tensor = self.alpha
+        alpha_bias: Tensor = self.alpha_bias
         if len(alpha) != self.heads:
             alpha, alpha_bias = alpha.repeat(self.heads, 1), alpha_bias.repeat(self.heads)
-        if beta is None or beta_bias is None:
-            rank = self.shear_bias.shape[1]
+        if self.beta is not None and self.beta_bias is not None:
+            beta: Tensor = self.beta
+            beta_bias: Tensor = self.beta_bias
+        else:  # softplus(beta_bias) is the rank
             beta = torch.zeros_like(alpha)
-            beta_bias = torch.full_like(alpha_bias, inverse_softplus(rank))
+            beta_bias = torch.full_like(alpha_bias, inverse_softplus(self.shear_bias.shape[1]))
         return EdgeNetworkParameters(
             alpha, alpha_bias, beta, beta_bias, self.shear, self.shear_bias
         )
@@ -169,9 +170,7 @@ class EdgeNetwork(nn.Module):
         return width // 2 * 3 if self.lacks_trunk else width
 
     def all_trunks(self, hidden: Tensor) -> Tensor:
-        """Return hidden vectors of alpha, beta and Lambda: of alpha again for a fixed beta."""
-        if not self.lacks_trunk:
-            return hidden
+        """Return hidden vectors of alpha, beta and Lambda; those of a fixed beta are alpha's."""
         return torch.cat([hidden[..., : hidden.shape[-1] // 2], hidden], dim=-1)
 
     def is_plain(self) -> bool:
@@ -204,8 +203,10 @@ class EdgeNetwork(nn.Module):
                 hidden.append(getattr(self, name)(y))
                 continue
             y = self.by_group(y)
-            apart = isinstance(layer, GroupedLinear) and not self.lacks_trunk
-            hidden.append(layer.unapplied(y) if apart else self.all_trunks(layer(y)))
+            if self.lacks_trunk:
+                hidden.append(self.all_trunks(layer(y)))
+            else:
+                hidden.append(layer.unapplied(y) if isinstance(layer, GroupedLinear) else layer(y))
         return hidden[0], hidden[1]
 
     def by_group(self, y: Tensor) -> Tensor:
@@ -215,11 +216,13 @@ class EdgeNetwork(nn.Module):
 
     def target_hidden(self, y: Tensor) -> Tensor:
         """Apply the first layer to the targets: [*, N, dim] -> [*, N, G, xi]."""
-        return self.all_trunks(self.target(self.by_group(y)))
+        hidden: Tensor = self.target(self.by_group(y))
+        return self.all_trunks(hidden) if self.lacks_trunk else hidden
 
     def source_hidden(self, y: Tensor) -> Tensor:
         """Apply the first layer to the sources: [*, M, dim] -> [*, M, G, xi]."""
-        return self.all_trunks(self.source(self.by_group(y)))
+        hidden: Tensor = self.source(self.by_group(y))
+        return self.all_trunks(hidden) if self.lacks_trunk else hidden
 
     def edge_hidden(
         self, features: Tensor, graph: TokenGraph, valid: ValidPair
@@ -236,7 +239,8 @@ class EdgeNetwork(nn.Module):
             return FirstLayer(y, layer.weight)
         if valid != (None, None):
             y = clear_invalid_edges(y, valid_edges(valid, *graph.edge_index))
-        return self.all_trunks(layer(y))
+        hidden: Tensor = layer(y)
+        return self.all_trunks(hidden) if self.lacks_trunk else hidden
 
 
 def inverse_softplus(x: float) -> float:
