@@ -121,8 +121,8 @@ def rbf_is_a_dot_product(case: Heads) -> tuple[float, float]:
 
 @claim("Gaussian kernel: eigenvalues in 0 .. 1", GAUSSIAN, random_heads)
 def spectrum_of_the_kernel(case: Heads) -> tuple[float, float]:
-    """Attention over all pairs by a Gaussian kernel has real eigenvalues between 0 and 1, because it
-    is similar to a positive semidefinite matrix."""
+    """Attention over all pairs by a Gaussian kernel has real eigenvalues between 0 and 1, because
+    it is similar to a positive semidefinite matrix."""
     x, N = case.query, len(case.query)
     weight = ga.attention_weights(x, x, ga.complete_graph(N), sigma=case.sigma)
     eigenvalues = torch.linalg.eigvals(weight.reshape(N, N))
