@@ -8,7 +8,7 @@ CASES ?= 1
 SINCE ?= HEAD
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all test-nightly slow mutants scatter transformers-oldest bench kernels-check \
+.PHONY: demo test test-most test-all test-nightly slow mutants scatter transformers-oldest bench kernels-check \
 	kernels-check-all kernels-check-oldest emulate gpu native-check lint docs format clean first-minutes
 
 # Three installations, each on top of the one before: what the demo needs, what tests and tools need,
@@ -53,7 +53,10 @@ demo: $(NATIVE)  ## real text through every graph and layer
 # every start would compile all tests and the library again (half of the time to collect them).
 test: $(TESTED)  ## unit tests (a sample of long sweeps), docstring examples, README
 	env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(PROCESSES) --dist worksteal \
-		$(if $(filter all,$(CASES)),,--cases $(CASES))
+		$(if $(filter all,$(CASES)),,--cases $(CASES)) $(if $(LONG),--long)
+
+test-most:  ## the same, twelve cases of a sweep, and what takes long: continuous integration
+	$(MAKE) test CASES=12 LONG=1
 
 test-all:  ## the same, every pair of options of a sweep
 	$(MAKE) test CASES=pairs

@@ -8,6 +8,7 @@ import importlib.util
 import os
 import zlib
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from covering import covering
@@ -50,6 +51,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "many as hold every option; with `pairs`, every pair of options, and of a test marked "
         "`long` every option; all if not given",
     )
+    parser.addoption(
+        "--long",
+        action="store_true",
+        help="with `--cases N`, also run tests marked `long`, one case each",
+    )
 
 
 @pytest.hookimpl(wrapper=True)
@@ -63,34 +69,48 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
     if most is None:
         return
     of_all = {mark.name for mark in metafunc.definition.iter_markers()}
-    whole, sampled = [], []
+    whole, sampled, long = [], [], []
     for case in metafunc._calls:  # there is no public name for it
         own = of_all | {mark.name for mark in case.marks}
         if own & {"every_case", "slow"}:  # pytest itself leaves out what is slow
             whole.append(case)
-        elif not own & left_out(most):
+        elif own & left_out(metafunc.config):
+            continue
+        elif "long" in own and most not in STRENGTH:
+            long.append(case)
+        else:
             sampled.append(case)
+    whole += some_of(long, 1, metafunc.definition.nodeid)
     if most in STRENGTH:
         strength = 1 if "long" in of_all else STRENGTH[most]
         kept = [sampled[k] for k in covering([case.indices for case in sampled], strength)]
-    elif len(sampled) <= most:
-        kept = sampled
-    elif most == 1:  # any of them, and always that one
-        kept = [sampled[zlib.crc32(metafunc.definition.nodeid.encode()) % len(sampled)]]
     else:
-        last = len(sampled) - 1
-        kept = [sampled[k] for k in sorted({round(k * last / (most - 1)) for k in range(most)})]
+        kept = some_of(sampled, most, metafunc.definition.nodeid)
     metafunc._calls[:] = (whole + kept) or metafunc._calls[:1]  # of what is left out below
 
 
-def left_out(most: int | str | None) -> set[str]:
+def some_of(cases: list[Any], most: int, test: str) -> list[Any]:
+    """Return at most so many cases, spread evenly; of one, always the same for a test."""
+    if len(cases) <= most:
+        return cases
+    if most == 1:
+        return [cases[zlib.crc32(test.encode()) % len(cases)]]
+    last = len(cases) - 1
+    return [cases[k] for k in sorted({round(k * last / (most - 1)) for k in range(most)})]
+
+
+def left_out(config: pytest.Config) -> set[str]:
     """Return the marks of tests that `--cases` leaves out."""
-    return set() if most is None else {"nightly"} if most in STRENGTH else {"nightly", "long"}
+    most = config.getoption("--cases")
+    if most is None:
+        return set()
+    keeps_long = most in STRENGTH or config.getoption("--long")
+    return {"nightly"} if keeps_long else {"nightly", "long"}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """`--cases` leaves out what takes long."""
-    marks = left_out(config.getoption("--cases"))
+    marks = left_out(config)
     out = [
         item
         for item in items

@@ -12,7 +12,13 @@ from graphattn.dynamics.arguments import as_labels
 from graphattn.dynamics.clusters import cluster
 from graphattn.dynamics.simulate import Trajectory
 from graphattn.graphs.token_graph import TokenGraph, as_token_graph
-from graphattn.ops import attention_weights, dot_product_attention, rbf_attention
+from graphattn.ops import (
+    attention_weights,
+    dot_product_attention,
+    elu_features,
+    linear_attention_weights,
+    rbf_attention,
+)
 
 Received = Callable[[Tensor], Tensor]
 
@@ -114,6 +120,9 @@ def _members(labels: Tensor) -> Iterator[Tensor]:
 def _by_attention(trajectory: Trajectory, step: int) -> Received:
     """Return a function from `members` [N, n] to sum_i a_ij members_ic of one step, [N, n]."""
     x, graph, rule = trajectory.states[step], trajectory.graph, trajectory.rule
+    if rule.score == "linear":
+        features = elu_features(x)[:, None]
+        return _by_edge(linear_attention_weights(features, features, graph)[:, 0], graph)
     if rule.score == "rbf":
         x = x - x.mean(dim=0)  # Distances do not change, and the products below are more exact.
     query, key, scale = rule.operands(x, graph)

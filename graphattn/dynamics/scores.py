@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 import torch
@@ -96,33 +97,60 @@ def fragmentation(labels: Tensor, truth: Tensor | None = None) -> Fragmentation:
     return Fragmentation((counts > 0).sum(dim=1), share)
 
 
-def label_accuracy(labels: Tensor, truth: Tensor) -> float:
-    """Compute the accuracy of the best map from clusters to labels.
+def label_accuracy(
+    labels: Tensor, truth: Tensor, *, mapping: Mapping[int, int] | None = None
+) -> float:
+    """Compute the accuracy of a map from clusters to labels, the best one if none is given.
 
     The best map gives every cluster the label that most of its tokens have. In Attention Clusters,
-    Section 2.1 ("semantic alignment"), the map is chosen by domain knowledge, so this is an upper
-    bound. It increases with the number of clusters (with one token each, it is 1). So compare it
-    for equal numbers of clusters, and with KMeans of the raw data.
+    Section 2.1 ("semantic alignment"), the map is chosen by domain knowledge: give it as `mapping`.
+    The best map is an upper bound, which increases with the number of clusters (with one token
+    each, it is 1). So compare it for equal numbers of clusters, and with KMeans of the raw data.
 
     Args:
         labels: the cluster of every token, integers [N].
         truth: the label of every token, integers [N].
+        mapping: the label of every cluster that occurs in `labels`; None for the best.
 
     Raises:
-        ValueError: if shapes do not fit.
+        ValueError: if shapes do not fit, or `mapping` has no label for a cluster.
 
     Example:
         >>> import torch, graphattn as ga
-        >>> ga.dynamics.label_accuracy(torch.tensor([5, 5, 5, 2]), torch.tensor([0, 0, 1, 1]))
+        >>> clusters, truth = torch.tensor([5, 5, 5, 2]), torch.tensor([0, 0, 1, 1])
+        >>> ga.dynamics.label_accuracy(clusters, truth)
         0.75
+        >>> ga.dynamics.label_accuracy(clusters, truth, mapping={5: 1, 2: 1})
+        0.5
     """
+    if mapping is not None:
+        return _accuracy_of(mapping, labels, truth)
     labels = as_labels("labels", labels)
     counts = contingency(labels, as_labels("truth", truth, len(labels)))
     return int(counts.amax(dim=1).sum()) / len(labels)
 
 
-def dice(labels: Tensor, mask: Tensor, *, ignore: int | None = None) -> float:
-    """Compute the Dice coefficient of a mask and the union of clusters that fits it best.
+def _accuracy_of(mapping: Mapping[int, int], labels: Tensor, truth: Tensor) -> float:
+    as_labels("truth", truth, len(as_labels("labels", labels)))
+    found = torch.as_tensor(labels).tolist()
+    missing = sorted(set(found) - set(mapping))
+    if missing:
+        raise ValueError(
+            f"mapping must have a label for every cluster, got none for {missing[0]}: clusters are "
+            f"{sorted(set(found))}"
+        )
+    right = (mapping[c] == t for c, t in zip(found, torch.as_tensor(truth).tolist(), strict=True))
+    return sum(right) / len(found)
+
+
+def dice(
+    labels: Tensor,
+    mask: Tensor,
+    *,
+    ignore: int | None = None,
+    foreground: Collection[int] | None = None,
+) -> float:
+    """Compute the Dice coefficient of a mask and a union of clusters, the best if none is given.
 
     The coefficient of mask M and union A is ``2 |A and M| / (|A| + |M|)``. Every cluster is
     assigned to foreground or background such that the result is largest. (If the clusters are
@@ -136,9 +164,11 @@ def dice(labels: Tensor, mask: Tensor, *, ignore: int | None = None) -> float:
         mask: integers or bool, [N] or an image [H, W] of N pixels; foreground is where it is not 0.
         ignore: tokens with this value of the mask are left out, such as the boundary of a trimap;
             with None, they count as foreground like all other values except 0.
+        foreground: the clusters whose union is compared with the mask; None for the best.
 
     Raises:
-        ValueError: if shapes do not fit, or there is no foreground.
+        ValueError: if shapes do not fit, there is no foreground in the mask, or `foreground` names a
+            cluster that does not exist.
 
     Example:
         >>> import torch, graphattn as ga
@@ -155,23 +185,40 @@ def dice(labels: Tensor, mask: Tensor, *, ignore: int | None = None) -> float:
         got = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(f"mask must be a tensor of integers or bools, got {got}")
     mask = mask.detach().cpu().reshape(-1)
+    union = None
+    if foreground is not None:
+        union = _union_of(foreground, labels)
     labels = as_labels("labels", labels, len(mask))
     if ignore is not None:
         counted = mask != as_int("ignore", ignore, 0)
         mask, labels = mask[counted], labels[counted]
-    foreground = mask != 0
-    if not foreground.any():
+        union = None if union is None else union[counted]
+    inside = mask != 0
+    if not inside.any():
         raise ValueError(
             "mask must have foreground (values other than 0"
             f"{'' if ignore is None else f' and ignore={ignore}'}), got none"
         )
+    if union is not None:
+        return float(2 * (union & inside).sum() / (union.sum() + inside.sum()))
     size = torch.bincount(labels).double()
-    hits = torch.bincount(labels, weights=foreground.double(), minlength=len(size))
+    hits = torch.bincount(labels, weights=inside.double(), minlength=len(size))
     # 2 hits / (size + |M|) >= d means 2 hits - d size >= d |M|. So adding a cluster increases the
     # result if its share of foreground is at least d / 2.
     order = (hits / size.clamp(min=1)).argsort(descending=True)
     sizes, covered = size[order].cumsum(0), hits[order].cumsum(0)
-    return float((2 * covered / (sizes + foreground.sum())).max())
+    return float((2 * covered / (sizes + inside.sum())).max())
+
+
+def _union_of(clusters: Collection[int], labels: Tensor) -> Tensor:
+    """Return which tokens are in one of the clusters, bool [N]."""
+    as_labels("labels", labels)
+    labels = torch.as_tensor(labels).cpu()
+    known = labels.unique().tolist()
+    unknown = sorted(set(clusters) - set(known))
+    if unknown:
+        raise ValueError(f"foreground must name clusters, {known}, got {unknown[0]}")
+    return torch.isin(labels, torch.tensor(sorted(clusters), dtype=labels.dtype))
 
 
 def participation_ratio(eigenvalues: Tensor) -> Tensor:

@@ -17,9 +17,14 @@ from graphattn.graphs.structures.composites import Parts, Union
 from graphattn.graphs.structures.grid_windows import Grid, GridWindows
 from graphattn.graphs.structures.structure import GlobalTokens, GraphStructure
 from graphattn.graphs.token_graph import TokenGraph, as_token_graph
-from graphattn.ops import dot_product_attention, rbf_attention
+from graphattn.ops import (
+    dot_product_attention,
+    elu_features,
+    linear_attention,
+    rbf_attention,
+)
 
-Score = Literal["dot", "rbf"]
+Score = Literal["dot", "rbf", "linear"]
 Scaling = Literal["sdp", "sq", "sq_inplace"]
 
 
@@ -54,6 +59,9 @@ class AttentionRule:
 
     def attend(self, x: Tensor, value: Tensor, graph: TokenGraph) -> Tensor:
         """Average `value` [N, Cv] by the attention among `x` [N, C]."""
+        if self.score == "linear":
+            features = elu_features(x)[:, None]
+            return linear_attention(features, features, value[:, None], graph)[:, 0]
         query, key, scale = self.operands(x, graph)
         q, k, v = query[:, None], key[:, None], value[:, None]
         if self.score == "rbf":
@@ -150,8 +158,9 @@ def simulate(
             computed in float64, half precision in float32.
         graph: a graph of one sequence with N tokens, or an edge_index [2, E].
         steps: T >= 0.
-        score: "dot", or "rbf" for the logits -||x_i - x_j||^2 / (2 sigma^2) of
-            :func:`~graphattn.rbf_attention`.
+        score: "dot"; "rbf" for the logits -||x_i - x_j||^2 / (2 sigma^2) of
+            :func:`~graphattn.rbf_attention`; or "linear" for the weights phi(x_i) . phi(x_j) of
+            :func:`~graphattn.linear_attention`, phi = elu + 1, which have no softmax.
         scaling: one of the choices above; only for score "dot".
         sigma: the bandwidth of "rbf"; sqrt(C) if None.
         top_k: the number of sources with the largest logits that a token attends to; all if None.
@@ -254,15 +263,18 @@ def as_rule(
     x: Tensor, score: Score, scaling: Scaling, sigma: float | None, top_k: int | None
 ) -> AttentionRule:
     """Check the arguments of attention among the tokens x [N, C]."""
-    as_choice("score", score, ("dot", "rbf"))
+    as_choice("score", score, ("dot", "rbf", "linear"))
     as_choice("scaling", scaling, ("sdp", "sq", "sq_inplace"))
-    if score == "dot" and sigma is not None:
-        raise ValueError(f"sigma must be None unless score='rbf', got {sigma} with score='dot'")
+    if score != "rbf" and sigma is not None:
+        raise ValueError(f"sigma must be None unless score='rbf', got {sigma} with score={score!r}")
+    if score != "dot" and scaling != "sdp":
+        why = "whose scale is sigma" if score == "rbf" else "which has no scale"
+        raise ValueError(f"scaling must be 'sdp' with score={score!r}, {why}, got {scaling!r}")
+    if score == "linear" and top_k is not None:
+        raise ValueError(
+            f"top_k must be None with score='linear', whose weights are never computed, got {top_k}"
+        )
     if score == "rbf":
-        if scaling != "sdp":
-            raise ValueError(
-                f"scaling must be 'sdp' with score='rbf', whose scale is sigma, got {scaling!r}"
-            )
         sigma = math.sqrt(x.shape[1]) if sigma is None else as_float("sigma", sigma, positive=True)
     return AttentionRule(
         score, scaling, sigma, None if top_k is None else as_int("top_k", top_k, 1)

@@ -20,7 +20,7 @@ def test_checkpointing_changes_no_bit(ranks):
     assert ranks.run(checkpointed, 3) == [20] * 3
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_compiled_layers_serve_three_lengths(ranks):
     assert len(ranks.run(compiled, 2, limit=600)[0]) == 5
 

@@ -186,3 +186,24 @@ POINTS, LABELS = torch.randn(4, 2), torch.tensor([0, 0, 1, 1])
 def test_bad_input_is_named(call, says):
     with pytest.raises(ValueError, match=says):
         call()
+
+
+def test_a_given_map_of_clusters_is_used_as_it_is():
+    clusters, truth = torch.tensor([7, 7, 2, 2, 2]), torch.tensor([1, 0, 0, 0, 1])
+    assert label_accuracy(clusters, truth, mapping={7: 1, 2: 0}) == 3 / 5
+    assert label_accuracy(clusters, truth, mapping={7: 0, 2: 1, 9: 5}) == 2 / 5
+    assert label_accuracy([7, 2], [1, 4], mapping={7: 1, 2: 4}) == 1
+    with pytest.raises(ValueError, match="mapping must have a label for every cluster, got none"):
+        label_accuracy(clusters, truth, mapping={7: 1})
+    with pytest.raises(ValueError, match="truth"):
+        label_accuracy(clusters, truth[:3], mapping={7: 1, 2: 0})
+
+
+def test_given_clusters_are_compared_with_the_mask():
+    clusters, mask = torch.tensor([0, 0, 3, 3, 4]), torch.tensor([0, 1, 1, 2, 255])
+    assert dice(clusters, mask, foreground=[3]) == 2 * 2 / (2 + 4)
+    assert dice(clusters, mask, foreground=[3, 4]) == 2 * 3 / (3 + 4)
+    assert dice(clusters, mask, foreground={3, 4}, ignore=255) == 2 * 2 / (2 + 3)
+    assert dice(clusters, mask, foreground=[]) == 0
+    with pytest.raises(ValueError, match=r"foreground must name clusters, \[0, 3, 4\], got 1"):
+        dice(clusters, mask, foreground=[1])

@@ -98,6 +98,31 @@ def test_distances_may_be_the_score(sigma):
     check(cloud(13, 3), GRAPHS["longformer"](13), 4, by_hand=by_hand, score="rbf", sigma=sigma)
 
 
+@pytest.mark.parametrize("kind", GRAPHS)
+def test_products_of_features_may_be_the_score(kind):
+    """Weights phi(x_i) . phi(x_j) without a softmax: their logarithm is the logit."""
+
+    def phi(x):
+        return np.where(x > 0, x + 1, np.exp(x))
+
+    by_hand = {"logits": lambda i, a, b: math.log((phi(a) * phi(b)).sum())}
+    check(cloud(13, 3), GRAPHS[kind](13), 4, by_hand=by_hand, score="linear")
+
+
+def test_leaders_of_linear_attention_receive_the_largest_weights():
+    x, graph = cloud(13, 3), ga.longformer_graph(13, 2, [0])
+    trajectory = simulate(x, graph, steps=2, score="linear")
+    state = trajectory.states[-2]
+    phi = torch.where(state > 0, state + 1, state.exp())
+    weight = (phi @ phi.T) * graph.to_mask()
+    weight = weight / weight.sum(1, keepdim=True)
+    labels = torch.arange(13) % 2
+    leaders = ga.dynamics.leader_tokens(trajectory, labels=labels)
+    for c in range(2):
+        received = weight[labels == c].mean(0)
+        assert int(leaders.tokens[c]) == int(received.argmax())
+
+
 def test_top_k_keeps_the_sources_of_largest_score():
     x, graph = cloud(12, 2), ga.complete_graph(12)
     score = (x @ x.T / math.sqrt(2)).numpy()
@@ -258,6 +283,11 @@ GRAPH = ga.complete_graph(4)
         (lambda x: simulate(x, ga.complete_graph(5), steps=1), "graph has 5 targets"),
         (lambda x: simulate(x, GRAPH, steps=-1), "steps must be >= 0, got -1"),
         (lambda x: simulate(x, GRAPH, steps=1, score="cos"), "score must be one of 'dot', 'rbf'"),
+        (lambda x: simulate(x, GRAPH, steps=1, score="linear", top_k=2), "top_k must be None with"),
+        (
+            lambda x: simulate(x, GRAPH, steps=1, score="linear", scaling="sq"),
+            "scaling must be 'sdp' with score='linear', which has no scale, got 'sq'",
+        ),
         (lambda x: simulate(x, GRAPH, steps=1, scaling="in"), "scaling must be one of 'sdp', 'sq'"),
         (
             lambda x: simulate(x, GRAPH, steps=1, sigma=1.0),

@@ -19,7 +19,7 @@ def rehearse(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_benchmark_that_is_cut_off_goes_on_and_all_steps_end_with_a_report(tmp_path) -> None:
     first = rehearse(tmp_path, "--step", "benchmark", "--limit", "26")
     assert first.returncode in (0, 3), first.stderr
