@@ -167,8 +167,8 @@ def dice(
         foreground: the clusters whose union is compared with the mask; None for the best.
 
     Raises:
-        ValueError: if shapes do not fit, there is no foreground in the mask, or `foreground` names a
-            cluster that does not exist.
+        ValueError: if shapes do not fit, there is no foreground in the mask, or `foreground` names
+            a cluster that does not exist.
 
     Example:
         >>> import torch, graphattn as ga
@@ -200,7 +200,7 @@ def dice(
             f"{'' if ignore is None else f' and ignore={ignore}'}), got none"
         )
     if union is not None:
-        return float(2 * (union & inside).sum() / (union.sum() + inside.sum()))
+        return 2 * int((union & inside).sum()) / int(union.sum() + inside.sum())
     size = torch.bincount(labels).double()
     hits = torch.bincount(labels, weights=inside.double(), minlength=len(size))
     # 2 hits / (size + |M|) >= d means 2 hits - d size >= d |M|. So adding a cluster increases the
