@@ -107,11 +107,12 @@ kernels-check-all: $(TESTED)  ## for every architecture; writes the table that i
 		--markdown docs/benchmarks/kernels.md $(if $(MEASURED),--measured $(MEASURED))
 
 # The same compiled code, executed by an emulator of GPUs and watched for races. `CASES=all` takes
-# out every barrier, wait and mask of every kernel, too, for hours.
+# out every barrier, wait and mask of every kernel, too, for hours. `LAUNCHES=50` takes a sample.
 emulate: $(TESTED)  ## compiled kernels executed on the CPU
 	env -u TRITON_INTERPRET OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(PROCESSES) --dist worksteal \
 		--device emulator --emulated build/emulated.md \
-		$(if $(filter all,$(CASES)),,-m "not long and not slow") tests/kernels/emulator
+		$(if $(filter all,$(CASES)),,-m "not long and not slow") \
+		$(if $(LAUNCHES),--cases $(LAUNCHES)) tests/kernels/emulator
 
 OLDEST_TRITON := build/triton-oldest
 $(OLDEST_TRITON)/.installed: $(VENV)/.installed

@@ -30,7 +30,7 @@ from graphattn.data.files import (
 from graphattn.data.genbank import GenBankRecord, read_genbank
 from graphattn.data.images import read_idx
 from graphattn.data.splits import Part, split_corpus
-from graphattn.data.structures import Structure, read_structure
+from graphattn.data.structures import Structure, StructureTokenizer, read_structure
 from graphattn.data.text import CharacterTokenizer
 from graphattn.data.tokenizers import (
     ByteTokenizer,
@@ -55,6 +55,7 @@ __all__ = [
     "Part",
     "ProteinTokenizer",
     "Structure",
+    "StructureTokenizer",
     "TokenBatches",
     "Tokenizer",
     "Windows",
