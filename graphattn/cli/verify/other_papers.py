@@ -194,7 +194,7 @@ def random_tokens(size: Size) -> Iterator[Tokens]:
 
 @claim("scaled query is scaled dot product", CLUSTERS, random_tokens, "equation")
 def scaled_query(case: Tokens) -> tuple[float, float]:
-    """Both iterations are the same: (q / sqrt(C)) times k is q times k, over sqrt(C)."""
+    """Scaled queries and scaled products make the same iteration."""
     sdp, sq = (
         ga.dynamics.simulate(case.x, case.graph, steps=5, scaling=scaling).states[-1]
         for scaling in ("sdp", "sq")
