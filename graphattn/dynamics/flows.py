@@ -173,6 +173,7 @@ def krause_flow(
         >>> ga.dynamics.krause_flow(angles, radius=0.5, manifold="torus", steps=50).num_clusters()
         2
     """
+    eps = torch.finfo(x.dtype).eps if isinstance(x, Tensor) and x.is_floating_point() else 0.0
     x = as_tokens("x", x)
     as_choice("manifold", manifold, ("euclidean", "sphere", "torus"))
     V = _as_value(value, x)
@@ -208,18 +209,23 @@ def krause_flow(
     if manifold == "euclidean":
         return _flow(x, steps, step_size, lambda z: (average(z) - z) @ V)
     length = x.norm(dim=1)
-    if bool((length - 1).abs().gt(1e-4).any()):
+    if bool((length - 1).abs().gt(max(1e-4, 4 * eps)).any()):
         i = int((length - 1).abs().argmax())
         raise ValueError(
             f"x must be unit vectors with manifold='sphere', got x[{i}] of length "
             f"{float(length[i]):.6g}: use torch.nn.functional.normalize(x, dim=-1)"
         )
 
+    alone = (window.in_degree() == 0)[:, None]  # without sources, there is no pull
+
     def velocity(z: Tensor) -> Tensor:
-        pull = average(z) @ V
+        pull = (average(z) @ V).masked_fill(alone, 0)
         return pull - (pull * z).sum(dim=1, keepdim=True) * z
 
-    return _flow(x, steps, step_size, velocity, lambda z: functional.normalize(z, dim=1), manifold)
+    def onto_sphere(z: Tensor) -> Tensor:
+        return functional.normalize(z, dim=1)
+
+    return _flow(onto_sphere(x), steps, step_size, velocity, onto_sphere, manifold)
 
 
 def _as_value(value: Any, x: Tensor) -> Tensor:

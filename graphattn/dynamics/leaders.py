@@ -15,7 +15,6 @@ from graphattn.graphs.token_graph import TokenGraph, as_token_graph
 from graphattn.ops import (
     attention_weights,
     dot_product_attention,
-    elu_features,
     linear_attention_weights,
     rbf_attention,
 )
@@ -121,8 +120,7 @@ def _by_attention(trajectory: Trajectory, step: int) -> Received:
     """Return a function from `members` [N, n] to sum_i a_ij members_ic of one step, [N, n]."""
     x, graph, rule = trajectory.states[step], trajectory.graph, trajectory.rule
     if rule.score == "linear":
-        features = elu_features(x)[:, None]
-        return _by_edge(linear_attention_weights(features, features, graph)[:, 0], graph)
+        return _by_edge(linear_attention_weights(*rule.features(x), graph)[:, 0], graph)
     if rule.score == "rbf":
         x = x - x.mean(dim=0)  # Distances do not change, and the products below are more exact.
     query, key, scale = rule.operands(x, graph)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -130,7 +130,11 @@ def label_accuracy(
     return int(counts.amax(dim=1).sum()) / len(labels)
 
 
-def _accuracy_of(mapping: Mapping[int, int], labels: Tensor, truth: Tensor) -> float:
+def _accuracy_of(mapping: Any, labels: Tensor, truth: Tensor) -> float:
+    if not isinstance(mapping, Mapping):
+        raise ValueError(
+            f"mapping must be a dict from clusters to labels or None, got {type(mapping).__name__}"
+        )
     as_labels("truth", truth, len(as_labels("labels", labels)))
     found = torch.as_tensor(labels).tolist()
     missing = sorted(set(found) - set(mapping))
@@ -139,7 +143,9 @@ def _accuracy_of(mapping: Mapping[int, int], labels: Tensor, truth: Tensor) -> f
             f"mapping must have a label for every cluster, got none for {missing[0]}: clusters are "
             f"{sorted(set(found))}"
         )
-    right = (mapping[c] == t for c, t in zip(found, torch.as_tensor(truth).tolist(), strict=True))
+    right = (
+        int(mapping[c]) == t for c, t in zip(found, torch.as_tensor(truth).tolist(), strict=True)
+    )
     return sum(right) / len(found)
 
 
@@ -210,10 +216,15 @@ def dice(
     return float((2 * covered / (sizes + inside.sum())).max())
 
 
-def _union_of(clusters: Collection[int], labels: Tensor) -> Tensor:
+def _union_of(clusters: Any, labels: Tensor) -> Tensor:
     """Return which tokens are in one of the clusters, bool [N]."""
     as_labels("labels", labels)
-    labels = torch.as_tensor(labels).cpu()
+    labels = torch.as_tensor(labels).cpu().long()
+    if isinstance(clusters, Tensor):
+        clusters = clusters.tolist()
+    if not isinstance(clusters, Collection):
+        raise ValueError(f"foreground must be a list of clusters or None, got {clusters!r}")
+    clusters = [int(c) for c in clusters]
     known = labels.unique().tolist()
     unknown = sorted(set(clusters) - set(known))
     if unknown:

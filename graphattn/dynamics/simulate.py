@@ -53,6 +53,18 @@ class AttentionRule:
         twice = global_rows(graph.structure, graph.num_targets, x.device)
         return torch.where(twice[:, None], scaled / root, scaled), scaled, 1.0
 
+    def features(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the features of queries and keys for "linear", [N, 1, C].
+
+        Where all numbers are far below 0, all features would be 0. One factor for each query, and
+        one for all keys, change no weight and make the largest feature 1.
+        """
+        top = x.amax(dim=1, keepdim=True)
+        features = elu_features(x)
+        query = torch.where(top < 0, (x - top).exp(), features)
+        key = torch.where(top.max() < 0, (x - top.max()).exp(), features)
+        return query[:, None], key[:, None]
+
     def residual(self, x: Tensor) -> Tensor:
         """Return the state to which the update is added: X, or X / sqrt(C) if scaled in place."""
         return x / math.sqrt(x.shape[1]) if self.scaling == "sq_inplace" else x
@@ -60,8 +72,8 @@ class AttentionRule:
     def attend(self, x: Tensor, value: Tensor, graph: TokenGraph) -> Tensor:
         """Average `value` [N, Cv] by the attention among `x` [N, C]."""
         if self.score == "linear":
-            features = elu_features(x)[:, None]
-            return linear_attention(features, features, value[:, None], graph)[:, 0]
+            query, key = self.features(x)
+            return linear_attention(query, key, value[:, None], graph)[:, 0]
         query, key, scale = self.operands(x, graph)
         q, k, v = query[:, None], key[:, None], value[:, None]
         if self.score == "rbf":

@@ -71,6 +71,14 @@ class TokenModel(BlockStack):
         features: Tensor = self.embedding(tokens)
         return features
 
+    @property
+    def position_table(self) -> Any:
+        """The embedding of learned positions; None if there is none."""
+        return self._modules.get("position_embedding")
+
+    def check_length(self, num_tokens: int) -> None:
+        """Raise a ValueError if a text of so many tokens is too long for the model."""
+
     def _graphs_of_reaches(self, num_tokens: int) -> list[TokenGraph]:
         """Return one graph per block for a sequence, by what its mixer sees."""
         device = self.embedding.weight.device
@@ -213,6 +221,11 @@ class TokenModel(BlockStack):
         tokens = self._readable(tokens, valid)
         if positions is not None:
             check_positions(positions, tokens.shape)
+        if positions is None and valid is not None and self.position_table is not None:
+            raise ValueError(
+                "positions must be given with valid in a model with learned positions, because "
+                "padding on the left does not count, got None"
+            )
         x = self.embed_tokens(tokens, start=cache.position, positions=positions, valid=valid)
         if n == 1:  # as one token, for which blocks have the shortest way
             x = x.squeeze(-2)

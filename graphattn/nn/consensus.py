@@ -22,7 +22,12 @@ from graphattn.nn.base.message_passing import OptTensor, PairTensor
 from graphattn.nn.base.overrides import names_of, overridden_rows
 from graphattn.nn.caches.layer_cache import LayerCache
 from graphattn.nn.consensus_steps import CompiledSteps
-from graphattn.nn.edges.network import EdgeNetwork, check_edge_features, inverse_softplus
+from graphattn.nn.edges.network import (
+    EdgeNetwork,
+    check_edge_features,
+    inverse_softplus,
+    networks_of,
+)
 from graphattn.nn.rotary import RotaryEmbedding
 from graphattn.ops.backends import choose, wanted_backend
 from graphattn.ops.consensus.api import run
@@ -46,6 +51,8 @@ class _Consensus(GraphLayer):
     """Base of self- and cross-consensus; `update_rule` says which tokens of an edge move."""
 
     attribute_of: ClassVar = {"update": "update_rule"}
+    iterations = 1  # of layers that were pickled before there were several
+    learned_step = False
     drawn = (nn.Linear, EdgeNetwork)
     exchanged = (*GraphLayer.exchanged, "positions", "edge_features")
     # Types of the arguments that PyG's generated code passes on; pairs are (sources, targets).
@@ -107,6 +114,11 @@ class _Consensus(GraphLayer):
                 "edge_input='full'"
             )
         self.source_proj = nn.Linear(self.dim, self.dim, bias=bias)
+        if share_alpha and networks_of(self.edge_input, edge_networks) == "per_head":
+            raise ValueError(
+                "share_alpha must be False if every head has its own network, and so its own "
+                "alpha, got True: use edge_input='full' with edge_networks='shared'"
+            )
         self.edge_net = EdgeNetwork(
             self.heads,
             self.head_dim,
@@ -263,7 +275,8 @@ class _Consensus(GraphLayer):
                     compared = plain, compared[1]
                 else:
                     compared = self.rotary.turn(plain, rotations[0]), compared[1]
-            u = self.mix(u, compared, hidden, graph, masks, iteration=iteration, **values)
+            which = {"iteration": iteration} if self.learned_step else {}
+            u = self.mix(u, compared, hidden, graph, masks, **which, **values)
         return self.project_back(u, rotations)
 
     def edge_arguments(
@@ -329,6 +342,10 @@ class _Consensus(GraphLayer):
         assert rotations is not None
         return self.rotary.turn(u, rotations[0], back=True)
 
+    def step_of(self, iteration: int) -> Any:
+        """Return the step size of an iteration; an own `step_tensor` may not have iterations."""
+        return self.step_tensor(iteration) if self.learned_step else self.step_tensor()
+
     def step_tensor(self, iteration: int = 0) -> Any:
         """Return the step size of an iteration in the form that `consensus_update` accepts."""
         if self.learned_step:
@@ -352,7 +369,7 @@ class _Consensus(GraphLayer):
             check_energy_graph(graph)
         network = check_arguments(u, compared[1], *hidden, self.edge_net.second_layer())
         call = ConsensusCall(
-            u, *hidden, network, graph, self.step_tensor(iteration), self.update_rule, compared,
+            u, *hidden, network, graph, self.step_of(iteration), self.update_rule, compared,
             valid, edge_hidden,
         )  # fmt: skip
         return run(call, self.backend)
@@ -397,7 +414,7 @@ class _Consensus(GraphLayer):
                 gradient = gradient + self.propagate(
                     edge_index.flip(0), size=size, u=(targets, sources), **backward
                 )
-            eta = self.step_tensor(iteration)
+            eta = self.step_of(iteration)
             if eta == "auto":
                 strength = self.edge_updater(edge_index, size=size, **forward)
                 bound = automatic_bounds(strength, graph, self.update_rule)
@@ -500,7 +517,8 @@ class SelfConsensus(_Consensus, CompiledSteps):
             tokens of the call determine.
         learned_step: whether every iteration learns a step size of its own, the same for all heads:
             softplus of T parameters, and `step_size` (a number) before training.
-        share_alpha: whether all heads of an edge have the same alpha.
+        share_alpha: whether all heads of an edge have the same alpha. It needs
+            edge_input="full" with a shared network.
         learned_beta: whether beta is computed. If not, it is the rank, so that R = alpha I plus the
             sum of v v^T over the rows v of Lambda before they are divided by sqrt(r). The authors'
             published code has ``iterations=2, learned_step=True, share_alpha=True,
@@ -605,6 +623,12 @@ class SelfConsensus(_Consensus, CompiledSteps):
             raise ValueError(
                 "context must be None with update='energy', which moves both tokens of an edge, "
                 f"also those in the context, got {type(context).__name__}: use update='target'"
+            )
+        if context is not x and self.iterations > 1:
+            raise ValueError(
+                f"context must be None with iterations={self.iterations}, because later iterations "
+                f"need those of all tokens that are seen, got {type(context).__name__}: use "
+                "iterations=1, or call the layer on the whole sequence"
             )
         moved: Tensor = self.forward_pass(
             x, context, graph, valid, positions, edge_features=edge_features

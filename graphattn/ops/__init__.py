@@ -23,6 +23,7 @@ from graphattn.ops.linear_attention.api import (
     linear_attention,
     linear_attention_weights,
 )
+from graphattn.ops.linear_attention.rbf_features import nystrom_features, random_features
 from graphattn.ops.support import backends
 
 __all__ = [
@@ -43,6 +44,8 @@ __all__ = [
     "linear_attention_weights",
     "merge_attention",
     "merge_top_k",
+    "nystrom_features",
+    "random_features",
     "rbf_attention",
     "score_attention",
     "top_k_candidates",

@@ -1,5 +1,6 @@
 """Codes of backbones: frames, quantisation, reach, training, files and errors."""
 
+import copy
 import itertools
 import re
 
@@ -127,6 +128,8 @@ def test_chains_and_gaps_do_not_see_each_other(tokenizer):
     gap = chain_of(shifted, residue_numbers=numbers)
     assert gap.gaps.sum() == 1
     assert torch.equal(tokenizer.encode(gap), torch.cat(apart))
+    torch.testing.assert_close(tokenizer.decode(codes, two), tokenizer.decode(codes, index))
+    torch.testing.assert_close(tokenizer.decode(codes, gap), tokenizer.decode(codes, index))
     decoded = tokenizer.decode(codes, index)
     halves = torch.cat([tokenizer.decode(half) for half in codes.split(20)])
     torch.testing.assert_close(decoded, halves)
@@ -145,6 +148,16 @@ def test_a_residue_without_an_atom_has_no_code(tokenizer):
     assert tokenizer.decode(tokenizer.encode(empty)).shape == (0, 9, 3)
 
 
+def test_autocast_and_no_grad_change_nothing(tokenizer):
+    chain = chain_of(helix(30))
+    codes = tokenizer.encode(chain)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(tokenizer.encode(chain), codes)
+        assert tokenizer.decode(codes).dtype == torch.float32
+    with torch.no_grad():
+        ga.data.StructureTokenizer(width=8).fit(chain, steps=2)
+
+
 def test_training_is_repeatable_and_the_second_stage_keeps_codes():
     def trained():
         torch.manual_seed(1)
@@ -161,6 +174,10 @@ def test_a_saved_tokenizer_comes_back(tokenizer, tmp_path):
     chain = chain_of(helix(12))
     assert torch.equal(loaded.encode(chain), tokenizer.encode(chain))
     torch.testing.assert_close(loaded.errors(chain), tokenizer.errors(chain))
+    wide = copy.deepcopy(tokenizer).double()
+    wide.save_pretrained(tmp_path / "wide")
+    loaded = ga.data.StructureTokenizer.from_pretrained(tmp_path / "wide")
+    assert torch.equal(loaded.decoder[0].weight, wide.decoder[0].weight)
     with pytest.raises(FileNotFoundError, match="has no structure_tokenizer"):
         ga.data.StructureTokenizer.from_pretrained(tmp_path)
 
@@ -185,14 +202,19 @@ CHAIN = chain_of(helix(8))
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda t: ga.data.StructureTokenizer(()), "levels must have at least one number"),
+        (lambda t: ga.data.StructureTokenizer(()), "levels must be a sequence of at least one"),
         (lambda t: ga.data.StructureTokenizer((1,)), "levels must be"),
         (lambda t: t.decode(torch.tensor([60])), "codes must be -1 .. 59 (vocab_size - 1)"),
         (lambda t: t.decode([1]), "codes must be a tensor of integers [N], got list"),
         (lambda t: t.decode(torch.zeros(2)), "got torch.float32 of shape [2]"),
-        (lambda t: t.decode(torch.zeros(2).long(), torch.zeros(3)), "chain_index must be integers"),
+        (
+            lambda t: t.decode(torch.zeros(2).long(), torch.zeros(3)),
+            "chains must be a Structure of 2",
+        ),
         (lambda t: t.fit([]), "structures must have residues with the atoms N, CA and C"),
         (lambda t: t.fit([CHAIN], steps=0), "steps must be"),
+        (lambda t: t.fit(CHAIN, batch_size=1), "batch_size must be"),
+        (lambda t: ga.data.StructureTokenizer(8), "levels must be a sequence of at least one"),
         (
             lambda t: t.encode(ga.data.Structure("G", torch.zeros(1, 3))),
             "structure must have the atoms N, CA and C, got one without N",

@@ -98,6 +98,22 @@ def test_particles_over_a_graph_on_the_torus_see_its_sources_alone():
     torch.testing.assert_close(stays[0].sin(), stays[-1].sin())
 
 
+@pytest.mark.parametrize("manifold", ["euclidean", "sphere", "torus"])
+def test_a_particle_that_sees_nobody_stays(manifold):
+    x = torch.nn.functional.normalize(start(3), dim=1)
+    graph = ga.from_edge_index(torch.tensor([[1], [0]]), 3)
+    V = torch.tensor([[0.0, 1.0], [0.0, 0.0]])
+    states = krause_flow(x, graph, sigma=1.0, value=V, manifold=manifold, steps=5).states
+    torch.testing.assert_close(states[-1][1:], states[0][1:])
+    assert float((states[-1][0] - states[0][0]).abs().max()) > 0.01
+
+
+def test_unit_vectors_in_half_precision_are_on_the_sphere():
+    x = torch.nn.functional.normalize(start(9), dim=1).bfloat16()
+    flow = krause_flow(x, sigma=0.5, manifold="sphere", steps=3)
+    torch.testing.assert_close(flow.states.norm(dim=-1), torch.ones(4, 9))
+
+
 def test_groups_on_the_circle_and_across_the_end_of_angles_become_points():
     angles = torch.cat([c + 0.2 * torch.rand(10, 1).double() for c in (-3.24, -1.0, 1.0)])
     flow = krause_flow(angles, radius=0.6, manifold="torus", steps=60)

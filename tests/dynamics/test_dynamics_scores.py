@@ -195,6 +195,8 @@ def test_a_given_map_of_clusters_is_used_as_it_is():
     assert label_accuracy([7, 2], [1, 4], mapping={7: 1, 2: 4}) == 1
     with pytest.raises(ValueError, match="mapping must have a label for every cluster, got none"):
         label_accuracy(clusters, truth, mapping={7: 1})
+    with pytest.raises(ValueError, match="mapping must be a dict from clusters to labels or None"):
+        label_accuracy(clusters, truth, mapping=[1, 0])
     with pytest.raises(ValueError, match="truth"):
         label_accuracy(clusters, truth[:3], mapping={7: 1, 2: 0})
 
@@ -205,5 +207,9 @@ def test_given_clusters_are_compared_with_the_mask():
     assert dice(clusters, mask, foreground=[3, 4]) == 2 * 3 / (3 + 4)
     assert dice(clusters, mask, foreground={3, 4}, ignore=255) == 2 * 2 / (2 + 3)
     assert dice(clusters, mask, foreground=[]) == 0
+    assert dice(clusters, mask, foreground=torch.tensor([3])) == 2 / 3
+    assert dice(clusters > 0, mask, foreground=[1]) == 2 * 3 / (3 + 4)
+    with pytest.raises(ValueError, match="foreground must be a list of clusters or None, got 3"):
+        dice(clusters, mask, foreground=3)
     with pytest.raises(ValueError, match=r"foreground must name clusters, \[0, 3, 4\], got 1"):
         dice(clusters, mask, foreground=[1])

@@ -109,6 +109,17 @@ def test_products_of_features_may_be_the_score(kind):
     check(cloud(13, 3), GRAPHS[kind](13), 4, by_hand=by_hand, score="linear")
 
 
+def test_features_far_below_0_do_not_vanish():
+    x = cloud(9, 3, dtype=torch.float32) - 150.0
+    ours = simulate(x, ga.complete_graph(9), steps=1, score="linear").updates
+    wide = simulate(x.double(), ga.complete_graph(9), steps=1, score="linear").updates
+    assert ours.abs().max() > 0.1
+    torch.testing.assert_close(ours.double(), wide, rtol=1e-3, atol=1e-3)
+    x[0] += 152  # keys of the others are 0 beside this one, and their queries still have a sum
+    one = simulate(x, ga.complete_graph(9), steps=1, score="linear").updates
+    assert one.isfinite().all()
+
+
 def test_leaders_of_linear_attention_receive_the_largest_weights():
     x, graph = cloud(13, 3), ga.longformer_graph(13, 2, [0])
     trajectory = simulate(x, graph, steps=2, score="linear")

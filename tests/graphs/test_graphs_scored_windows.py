@@ -54,6 +54,15 @@ def test_several_sequences_are_packed():
     assert one == alone[0][0]
 
 
+def test_what_does_not_exist_may_have_any_score():
+    scores = torch.zeros(3, 3)
+    scores[0, 0] = scores[2, 2] = torch.nan
+    assert ga.scored_window_graph(scores, 3) == ga.window_path_graph(3, 1, self_loops=True)
+    scores[:, 2] = torch.nan
+    causal = ga.scored_window_graph(scores, 2, causal=True)
+    assert causal == ga.causal_window_graph(3, 2)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_attention_over_the_best_is_that_of_their_mask(causal):
     check_attention(ga.scored_window_graph(random_scores(40, 9), 3, causal=causal))
@@ -88,7 +97,7 @@ def test_gradients_reach_the_scores_of_edges_through_both_kinds_of_layers():
         (torch.zeros(5), 1, "scores must have shape [*, N, 2 w + 1]"),
         (torch.zeros(5, 4), 1, "an odd number of columns"),
         (torch.zeros(5, 3).long(), 1, "scores must be floating-point, got torch.int64"),
-        (torch.zeros(5, 3).fill_(torch.nan), 1, "got scores[0, 0] = nan"),
+        (torch.zeros(5, 3).fill_(torch.nan), 1, "got scores[0, 1] = nan"),
         (torch.zeros(5, 3), 0, "k must be"),
     ],
 )

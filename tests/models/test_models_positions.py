@@ -70,6 +70,11 @@ def test_prompts_padded_on_the_left_go_on_as_alone():
     positions = torch.arange(6) - (~valid).sum(-1, keepdim=True)
     padded = model(tokens, valid=valid, positions=positions)
     torch.testing.assert_close(padded[0, 2:], model(tokens[:1, 2:])[0])
+    torch.testing.assert_close(model(tokens, valid=valid)[valid], padded[valid])
+    one = model(tokens[0], valid=valid[0])
+    torch.testing.assert_close(one[2:], padded[0, 2:])
+    with pytest.raises(ValueError, match="positions must be given with valid"):
+        model.step(tokens, model.init_cache(2), valid=valid)
 
 
 def test_a_saved_model_has_its_positions_and_they_do_not_decay(tmp_path):
@@ -109,11 +114,37 @@ def test_bad_arguments_are_named(options, words):
 
 def test_texts_that_are_too_long_are_refused():
     model = model_of()
-    with pytest.raises(ValueError, match="a text can have at most 20 tokens"):
+    too_long = r"tokens must be at most 20 \(num_positions\), .* got 21"
+    with pytest.raises(ValueError, match=too_long):
         model(tokens_of(21))
-    with pytest.raises(ValueError, match="a text can have at most 20 tokens"):
-        model.generate(tokens_of(15), 7)
-    with pytest.raises(ValueError, match="got -1"):
-        model(tokens_of(3), positions=torch.tensor([-1, 0, 1]))
-    with pytest.raises(ValueError, match=r"positions must be integers .* got torch.float64"):
-        model(tokens_of(3), positions=torch.arange(3.0).double())
+    with pytest.raises(ValueError, match=too_long):
+        torch.compile(model, backend="eager")(tokens_of(21))
+    with pytest.raises(ValueError, match=too_long):
+        model(tokens_of(3), positions=torch.tensor([0, 1, 20]))
+    assert model.generate(tokens_of(15), 6).shape == (21,)  # the last token is not read
+    seen = []
+    for prompt, options in ((15, {}), (15, {"draft": model_of()})):
+        long = model_of(num_positions=50) if options else model
+        with pytest.raises(ValueError, match=too_long):
+            long.generate(tokens_of(prompt), 7, progress=lambda *_: seen.append(1), **options)
+    assert not seen
+
+
+def test_positions_that_do_not_fit_are_refused():
+    model, tokens = model_of(), tokens_of(2, 6)
+    with pytest.raises(ValueError, match="positions must be >= 0, got -1"):
+        model(tokens, positions=torch.arange(6) - 1)
+    for bad in (torch.arange(6.0).double(), torch.ones(6).bool(), [0, 1, 2, 3, 4, 5]):
+        with pytest.raises(ValueError, match="positions must be a tensor of integers"):
+            model(tokens, positions=bad)
+    for shape in ((1,), (5,), (3, 6), (2, 1)):
+        with pytest.raises(ValueError, match=r"positions must have shape \[6\] or \[2, 6\]"):
+            model(tokens, positions=torch.zeros(shape).long())
+
+
+def test_models_that_were_pickled_before_have_no_learned_positions():
+    model, tokens = model_of("rotary"), tokens_of(2, 6)
+    expected = model(tokens)
+    del model.__dict__["num_positions"]
+    model.__dict__.pop("position_embedding", None)
+    torch.testing.assert_close(model(tokens), expected)

@@ -532,3 +532,8 @@ def test_a_post_norm_block_normalises_what_it_has_added():
         ga.models.VisionTransformer(8, 2, 3, 8, 1, 2, norm="last")
     with pytest.raises(ValueError, match="neighborhood must be"):
         ga.models.VisionTransformer(8, 2, 3, 8, 1, 2, neighborhood="round")
+    plus = {"neighborhood": "plus", "mixer": "krause"}
+    with pytest.raises(ValueError, match=r"radius must be one number with neighborhood='plus'"):
+        ga.models.VisionTransformer(8, 2, 3, 8, 1, 2, radius=(1, 2), **plus)
+    with pytest.raises(ValueError, match="neighborhood must be 'square' in a model without wind"):
+        ga.models.VisionTransformer(8, 2, 3, 8, 1, 2, **plus)

@@ -61,7 +61,7 @@ PUBLISHED: list[dict[str, Any]] = [
     {"iterations": 3, "step_size": "learned", "rope": "isometric"},
     {"iterations": 2, "step_size": "auto"},
     {"iterations": 2, "rope": True},
-    {"learned_step": True, "share_alpha": True},
+    {"learned_step": True, "share_alpha": True, "edge_input": "full"},
     {"learned_beta": False, "trunk": "separate"},
     {
         "iterations": 2,

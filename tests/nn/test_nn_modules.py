@@ -180,7 +180,7 @@ NOT_DEFAULT = {
         "step_size": "learned",
         "rope": "isometric",
         "edge_input": "full",
-        "edge_networks": "per_head",
+        "edge_networks": "shared",
         "trunk": "separate",
         "edge_features": 3,
         "iterations": 2,
@@ -208,7 +208,8 @@ def test_the_table_above_holds_every_option(kind):
 )
 def test_repr_names_every_option_that_is_not_default(kind, option):
     value = NOT_DEFAULT[kind][option]
-    text = repr(getattr(ga.nn, kind)(DIM, HEADS, **{option: value}))
+    needed = {"edge_input": "full"} if option in ("edge_networks", "share_alpha") else {}
+    text = repr(getattr(ga.nn, kind)(DIM, HEADS, **{**needed, option: value}))
     assert f"{option}={value!r}" in text
     assert "\n" not in text
     assert text.startswith(f"{kind}(16, heads=4")

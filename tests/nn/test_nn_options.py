@@ -67,7 +67,8 @@ def consensus_cases() -> list[Case]:
     return [
         case
         for case in cases
-        if case.options["step_size"] != "auto" or case.options["rope"] in gradient_step
+        if (case.options["step_size"] != "auto" or case.options["rope"] in gradient_step)
+        and not (case.options.get("share_alpha") and case.options["edge_input"] == "head")
     ]
 
 

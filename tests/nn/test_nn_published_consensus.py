@@ -126,6 +126,44 @@ def test_what_does_not_fit_is_refused():
         causal.init_cache(1, None)
 
 
+def test_heads_with_networks_of_their_own_cannot_share_alpha():
+    for options in ({}, {"edge_input": "full", "edge_networks": "per_head"}):
+        with pytest.raises(ValueError, match="share_alpha must be False if every head has its own"):
+            ga.nn.SelfConsensus(DIM, HEADS, share_alpha=True, **options)
+    layer, x = layer_of(learned_beta=True), torch.randn(5, DIM, dtype=torch.float64)
+    hidden = layer.edge_net.target_hidden(x[:1]) + layer.edge_net.source_hidden(x[1:])
+    R = layer.edge_net.edge_matrix(hidden)
+    assert torch.equal(R.alpha[:, 0], R.alpha[:, 1])
+    assert not torch.equal(R.beta[:, 0], R.beta[:, 1])
+
+
+def test_rows_of_a_sequence_cannot_iterate():
+    layer = ga.nn.SelfConsensus(DIM, HEADS, iterations=2, update="target")
+    x = torch.randn(9, DIM)
+    with pytest.raises(ValueError, match="context must be None with iterations=2"):
+        layer(x[6:], ga.causal_graph(3, past=6), x)
+
+
+def test_a_step_size_of_a_user_s_own_has_no_iterations():
+    graph, x = ga.window_path_graph(6, 2), torch.randn(6, DIM)
+    torch.manual_seed(0)
+    layer = ga.nn.SelfConsensus(DIM, HEADS, iterations=2)
+    torch.manual_seed(0)
+    other = ga.nn.SelfConsensus(DIM, HEADS, iterations=2, step_size=0.05)
+    layer.step_tensor = lambda: 0.05
+    assert torch.equal(layer(x, graph), other(x, graph))
+
+
+def test_layers_that_were_pickled_before_have_one_step():
+    layer = ga.nn.SelfConsensus(DIM, HEADS)
+    graph, x = ga.window_path_graph(6, 2), torch.randn(6, DIM)
+    expected = layer(x, graph)
+    for name in ("iterations", "learned_step"):
+        del layer.__dict__[name]
+    del layer.edge_net.__dict__["lacks_trunk"]
+    assert torch.equal(layer(x, graph), expected)
+
+
 def test_models_pass_the_options_on():
     options = {name: OPTIONS[name] for name in PUBLISHED[-1]}
     model = ga.models.ProteinModel(

@@ -66,9 +66,9 @@ class StructureTokenizer(nn.Module):
         self, levels: Sequence[int] = (8, 8, 8), *, width: int = 256, reach: int = 4
     ) -> None:
         super().__init__()
+        if not isinstance(levels, Sequence) or len(levels) == 0:
+            raise ValueError(f"levels must be a sequence of at least one number, got {levels!r}")
         self.levels = tuple(as_int("levels", level, 2) for level in levels)
-        if not self.levels:
-            raise ValueError("levels must have at least one number, got none")
         self.width, self.reach = as_int("width", width, 1), as_int("reach", reach, 0)
         seen, numbers = 2 * SEEN + 1, len(self.levels)
         atoms = 3 * (2 * RECONSTRUCTED + 1)
@@ -92,14 +92,15 @@ class StructureTokenizer(nn.Module):
             ValueError: if the structure was read without the atoms N, CA and C.
         """
         self.eval()
-        patches = _Patches.of([structure], self._parameter())
+        with self._full_precision():
+            patches = _Patches.of([structure], self._parameter())
+            numbers = self._quantised(self.encoder(patches.inputs))
         codes = patches.index.new_full((len(structure),), -1)
-        numbers = self._quantised(self.encoder(patches.inputs))
         codes[patches.has_frame] = self._code_of(numbers)
         return codes
 
     @torch.no_grad()
-    def decode(self, codes: Tensor, chain_index: Tensor | None = None) -> Tensor:
+    def decode(self, codes: Tensor, chains: Structure | Tensor | None = None) -> Tensor:
         """Return the atoms around every residue in its local frame, in Angstrom, [N, 9, 3].
 
         The nine atoms are N, CA and C of the residue before, of the residue, and of the next one.
@@ -107,26 +108,30 @@ class StructureTokenizer(nn.Module):
 
         Args:
             codes: integers [N] in -1 .. vocab_size - 1; -1 stands for an unknown code.
-            chain_index: integers [N], the chain of every residue; one chain if None. Codes of other
-                chains have no effect.
+            chains: the structure of these residues, whose chains and gaps separate them; or
+                integers [N], the chain of every residue; one chain without gaps if None. Codes of
+                other chains, and beyond gaps, have no effect.
 
         Raises:
-            ValueError: if `codes` or `chain_index` is not such a tensor.
+            ValueError: if `codes` or `chains` does not fit.
         """
         self._check_codes(codes)
-        if chain_index is None:
-            chain_index = torch.zeros_like(codes)
-        if not isinstance(chain_index, Tensor) or chain_index.shape != codes.shape:
-            got = (
-                list(chain_index.shape)
-                if isinstance(chain_index, Tensor)
-                else type(chain_index).__name__
+        if chains is None:
+            chains = torch.zeros_like(codes)
+        if isinstance(chains, Structure):
+            chains = _joined(chains)
+        if not isinstance(chains, Tensor) or chains.shape != codes.shape:
+            got = list(chains.shape) if isinstance(chains, Tensor) else type(chains).__name__
+            raise ValueError(
+                f"chains must be a Structure of {len(codes)} residues, or integers "
+                f"[{len(codes)}], got {got}"
             )
-            raise ValueError(f"chain_index must be integers [{len(codes)}], got {got}")
+        chains = chains.to(codes.device)
         numbers = self._numbers_of(codes.clamp(min=0))
-        near = _near(chain_index, torch.arange(len(codes), device=codes.device), self.reach)
+        near = _near(chains, torch.arange(len(codes), device=codes.device), self.reach)
         near = torch.where(near >= 0, torch.where(codes[near.clamp(min=0)] >= 0, near, -1), -1)
-        return self._decoded(numbers, near)
+        with self._full_precision():
+            return self._decoded(numbers, near)
 
     def _check_codes(self, codes: Any) -> None:
         whole = isinstance(codes, Tensor) and codes.dtype in (torch.int64, torch.int32)
@@ -143,6 +148,10 @@ class StructureTokenizer(nn.Module):
 
     def _parameter(self) -> Tensor:
         return next(self.parameters())
+
+    def _full_precision(self) -> torch.autocast:
+        """Switch autocast off, in which other codes would be nearest."""
+        return torch.autocast(self._parameter().device.type, enabled=False)
 
     def _quantised(self, raw: Tensor) -> Tensor:
         """Round bounded numbers [*, n] to `levels` values in -1 .. 1, with the gradient of raw."""
@@ -178,9 +187,10 @@ class StructureTokenizer(nn.Module):
 
     # Training.
 
+    @torch.enable_grad()
     def fit(
         self,
-        structures: Iterable[Structure],
+        structures: Structure | Iterable[Structure],
         *,
         steps: int = 2000,
         batch_size: int = 1024,
@@ -190,18 +200,19 @@ class StructureTokenizer(nn.Module):
         """Train both stages with AdamW and a cosine schedule; return the tokenizer.
 
         Args:
-            structures: chains with the atoms N, CA and C (``read_structure(path,
-                atoms="backbone")``).
+            structures: one or several structures with the atoms N, CA and C
+                (``read_structure(path, atoms="backbone")``).
             steps: steps of each of the two stages.
-            batch_size: residues per step.
+            batch_size: residues per step, >= 2.
             lr: learning rate at the start of a stage.
             seed: seed of the order of the residues. Initial weights are those of the constructor.
 
         Raises:
             ValueError: if no residue has all three atoms, or an argument is out of range.
         """
-        steps, batch_size = as_int("steps", steps, 1), as_int("batch_size", batch_size, 1)
-        patches = _Patches.of(list(structures), self._parameter())
+        steps, batch_size = as_int("steps", steps, 1), as_int("batch_size", batch_size, 2)
+        several = [structures] if isinstance(structures, Structure) else list(structures)
+        patches = _Patches.of(several, self._parameter())
         if len(patches.inputs) == 0:
             raise ValueError(
                 "structures must have residues with the atoms N, CA and C, got none: read them "
@@ -261,7 +272,8 @@ class StructureTokenizer(nn.Module):
         It is the root-mean-square distance of the reconstructed atoms N, CA and C of the residue
         and of its two neighbours, in the local frame; NaN for a residue without a code.
         """
-        patches = _Patches.of([structure], self._parameter())
+        with self._full_precision():
+            patches = _Patches.of([structure], self._parameter())
         atoms = self.decode(self.encode(structure), patches.chain)
         found = atoms.new_full((len(structure),), torch.nan)
         squared = _squared_error(atoms[patches.has_frame], patches.atoms)
@@ -294,7 +306,8 @@ class StructureTokenizer(nn.Module):
         with safe_open(path, "pt") as file:
             options = json.loads(file.metadata()["options"])
             tokenizer = cls(**options)
-            tokenizer.load_state_dict({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        tokenizer.to(weights["encoder.0.weight"].dtype).load_state_dict(weights)
         return tokenizer.eval()
 
     def __repr__(self) -> str:
@@ -335,9 +348,7 @@ class _Patches:
                     f"structure must have the atoms N, CA and C, got one without {missing[0]}: "
                     "read it with read_structure(path, atoms='backbone')"
                 )
-            # Residues that are not joined count as residues of different chains.
-            index = structure.chain_index
-            parts = (structure.gaps | (index.diff(prepend=index[:1]) != 0)).cumsum(0)
+            parts = _joined(structure)
             chains.append(parts + count)
             count += int(parts[-1]) + 1 if len(structure) else 0
             backbones.append(torch.stack([structure.atoms[name] for name in BACKBONE], dim=1))
@@ -353,6 +364,12 @@ class _Patches:
         place[rows] = torch.arange(len(rows), device=rows.device)
         near = _near(self.chain, rows, reach)
         return torch.where(near >= 0, place[near.clamp(min=0)], -1)
+
+
+def _joined(structure: Structure) -> Tensor:
+    """Return a number for every run of joined residues: a gap begins another, as a chain does."""
+    index = structure.chain_index
+    return (structure.gaps | (index.diff(prepend=index[:1]) != 0)).cumsum(0)
 
 
 def _perceptron(inputs: int, width: int, outputs: int) -> nn.Sequential:

@@ -35,8 +35,8 @@ def scored_window_graph(
 
     Consensus layers in the code published by the authors of the consensus paper choose their edges
     so. The choice itself has no gradient. To learn the scores, give those of the edges to the
-    layer, too: as ``edge_bias=kept[:, None]`` to attention, or as ``edge_features=kept[:, None]``
-    to a consensus layer.
+    layer, too: as ``edge_bias=kept[:, None].expand(-1, heads)`` to attention, or as
+    ``edge_features=kept[:, None]`` to a consensus layer made with ``edge_features=1``.
 
     Args:
         scores: floating-point [N, 2 w + 1]; [*, N, 2 w + 1] for several sequences of one length,
@@ -80,7 +80,9 @@ def scored_window_graph(
     exists = (source >= 0) & (source < N)
     if causal:
         exists = exists & (column <= w)
-    given = scores.detach().reshape(sequences, N, width).masked_fill(~exists, -torch.inf)
+    given = scores.detach().masked_fill(~exists, -torch.inf)
+    _check_numbers(given)
+    given = given.reshape(sequences, N, width)
     best = given.argsort(dim=-1, descending=True, stable=True)[..., :k]
     kept = given.gather(-1, best) > -torch.inf
     best = best.masked_fill(~kept, -1).sort(dim=-1).values  # in order of sources, -1 first
@@ -111,7 +113,11 @@ def _check_scores(scores: Any) -> None:
         )
     if not scores.is_floating_point():
         raise ValueError(f"scores must be floating-point, got {scores.dtype}")
-    bad = scores.detach().isnan()
+
+
+def _check_numbers(scores: Tensor) -> None:
+    """Refuse NaN among the scores of sources that exist."""
+    bad = scores.isnan()
     if scores.device.type == "cpu" and not torch.compiler.is_compiling() and bad.any():
         place = bad.nonzero()[0].tolist()
         raise ValueError(

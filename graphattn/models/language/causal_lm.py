@@ -27,6 +27,7 @@ from graphattn.models.token_model import TiedModel, can_read_cheaply
 from graphattn.near_names import explained
 from graphattn.nn import PreNormBlock, SelfConsensus
 from graphattn.nn.blocks.parts import Activation, Norm, make_norm
+from graphattn.nn.rotary import check_positions
 from graphattn.ops.attention.logits.score import capped
 
 Window = int | None | Sequence[int | None]
@@ -113,6 +114,7 @@ class CausalLM(TiedModel):
     """
 
     options_of_parts: ClassVar = frozenset({"heads", "mixer_options", "rope", "norm", "activation"})
+    num_positions: int | None = None  # of models that were pickled before there were any
     windows: list[int | None]
 
     def __init__(
@@ -157,7 +159,7 @@ class CausalLM(TiedModel):
         own_windows = window_of_blocks(window, window_pattern, depth)
         one_each = window_pattern is None and isinstance(window, list | tuple)
         self.embedding = nn.Embedding(self.vocab_size, dim)
-        self.position_embedding: nn.Embedding | None = None
+        self.position_embedding = None
         if self.num_positions is not None:
             self.position_embedding = nn.Embedding(self.num_positions, dim)
         self.blocks = nn.ModuleList()
@@ -211,7 +213,7 @@ class CausalLM(TiedModel):
         self._reset_embeddings()  # last: one may be the head's weight, too
 
     def _reset_embeddings(self) -> None:
-        for embedding in (self.embedding, self.position_embedding):
+        for embedding in (self.embedding, self.position_table):
             if embedding is not None:
                 nn.init.normal_(embedding.weight, std=0.02)
 
@@ -243,26 +245,45 @@ class CausalLM(TiedModel):
         valid: Tensor | None = None,
     ) -> Tensor:
         x = super().embed_tokens(tokens)
-        if self.position_embedding is None:
+        table = self.position_table
+        if table is None:
             return x
         if positions is None:
+            self.check_length(start + tokens.shape[-1])
             positions = torch.arange(start, start + tokens.shape[-1], device=tokens.device)
-        if positions.is_floating_point():
+        if not isinstance(positions, Tensor) or positions.dtype not in (torch.int32, torch.int64):
+            got = positions.dtype if isinstance(positions, Tensor) else type(positions).__name__
             raise ValueError(
-                f"positions must be integers in a model with positions='learned', got "
-                f"{positions.dtype}"
+                "positions must be a tensor of integers in a model with positions='learned', got "
+                f"{got}"
             )
+        check_positions(positions, tokens.shape)
         if valid is not None:  # padding on the left has negative positions
             positions = positions.masked_fill(~valid, 0)
         if can_read_cheaply(positions):
             least, most = positions.aminmax()
-            if least < 0 or most >= len(self.position_embedding.weight):
-                raise ValueError(
-                    f"positions must be 0 .. {self.num_positions} - 1 (num_positions), got "
-                    f"{int(least if least < 0 else most)}: a text can have at most "
-                    f"{self.num_positions} tokens"
-                )
-        return x + self.position_embedding(positions)
+            if least < 0:
+                raise ValueError(f"positions must be >= 0, got {int(least)}")
+            self.check_length(int(most) + 1)
+        return x + table(positions)
+
+    def check_length(self, num_tokens: int) -> None:
+        if self.num_positions is not None and num_tokens > self.num_positions:
+            raise ValueError(
+                f"tokens must be at most {self.num_positions} (num_positions), because this model "
+                f"has learned a vector for so many positions, got {num_tokens}"
+            )
+
+    def _learned_places(self, first: Any, tokens: Tensor, valid: Tensor | None) -> Tensor:
+        """Return the learned positions of a call that gives none, from the graph of a block."""
+        graph: TokenGraph = first.tokens if isinstance(first, ShardedGraph) else first
+        self.check_length(max((n for n, _ in graph.sizes), default=0))
+        if valid is None or len(graph.sizes) != 1:
+            return graph.positions
+        # Padding on the left does not count, as in generate().
+        padding = (valid.cumsum(-1) == 0).sum(-1, keepdim=True)
+        places = graph.positions - padding
+        return places if valid.dim() > 1 else places.reshape(-1)
 
     def encode(
         self,
@@ -278,9 +299,8 @@ class CausalLM(TiedModel):
         tokens = self._readable(tokens, valid)
         graphs = self.graph_of_blocks(graph, tokens.shape[-1])
         places = positions
-        if places is None and self.position_embedding is not None:
-            first = graphs[0]
-            places = (first.tokens if isinstance(first, ShardedGraph) else first).positions
+        if places is None and self.position_table is not None:
+            places = self._learned_places(graphs[0], tokens, valid)
         x = self.run_blocks(
             self.embed_tokens(tokens, positions=places, valid=valid),
             graphs,

@@ -149,6 +149,11 @@ def generate(
             "token"
         )
     valid = _left_padding(valid, tokens)
+    padding = 0 if valid is None else int((~valid).sum(-1).min())
+    for reader_of_text in (model, draft):
+        if reader_of_text is not None and count:
+            # The last token is written and not read.
+            reader_of_text.check_length(tokens.shape[-1] - padding + count - 1)
     text = GrowingText(tokens, count, _stops(stop, model.vocab_size), progress)
     if draft is not None:
         _check_draft(draft, model)

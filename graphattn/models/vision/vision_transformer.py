@@ -107,6 +107,7 @@ class VisionTransformer(BlockStack):
 
     options_of_parts: ClassVar = frozenset({"heads", "mixer_options", "rope"})
     head: nn.Module
+    neighborhood = "square"  # of models that were pickled before there was another
 
     def __init__(
         self,
@@ -181,8 +182,18 @@ class VisionTransformer(BlockStack):
         self.graphs()  # raises an error if the radius does not fit
 
     def _check_reaches(self, mixer: Any) -> None:
-        """Check that `radius` and `pooling` fit the mixers."""
+        """Check that `radius`, `neighborhood` and `pooling` fit the mixers."""
         reaches = {*self.reaches}
+        if self.neighborhood == "plus":
+            if isinstance(self.radius, list | tuple):
+                raise ValueError(
+                    f"radius must be one number with neighborhood='plus', got {self.radius!r}"
+                )
+            if "near" not in reaches and (self.radius is None or reaches == {"all"}):
+                raise ValueError(
+                    "neighborhood must be 'square' in a model without windows, got 'plus': give a "
+                    "radius, and a mixer that has windows, such as 'krause'"
+                )
         if self.radius is None and "dot-window" in (
             mixer if isinstance(mixer, list | tuple) else [mixer]
         ):

@@ -94,6 +94,8 @@ class EdgeNetwork(nn.Module):
     v of Lambda. Both are as in the code that the authors published.
     """
 
+    lacks_trunk = False  # of networks that were pickled before beta could be fixed
+
     def __init__(
         self,
         heads: int,
@@ -111,7 +113,6 @@ class EdgeNetwork(nn.Module):
         learned_beta: bool = True,
     ) -> None:
         super().__init__()
-        self.heads = heads
         self.groups = 1 if networks_of(edge_input, edge_networks) == "shared" else heads
         self.parts = heads if edge_input == "head" else 1  # into which tokens are split
         trunks = 1 if trunk == "shared" else 3 if learned_beta else 2
@@ -151,8 +152,9 @@ class EdgeNetwork(nn.Module):
         """Return the parameters of the second layer, which follows the GELU, for every head."""
         alpha: Tensor = self.alpha
         alpha_bias: Tensor = self.alpha_bias
-        if len(alpha) != self.heads:
-            alpha, alpha_bias = alpha.repeat(self.heads, 1), alpha_bias.repeat(self.heads)
+        heads = len(self.shear)
+        if len(alpha) != heads:
+            alpha, alpha_bias = alpha.repeat(heads, 1), alpha_bias.repeat(heads)
         if self.beta is not None and self.beta_bias is not None:
             beta: Tensor = self.beta
             beta_bias: Tensor = self.beta_bias
