@@ -135,7 +135,7 @@ gpu: $(if $(VENV),$(TESTED))  ## parity, sanitizer, benchmark, tuning and a repo
 
 # Like kernels-check a look at kernels that tests cannot have; it takes a C++ compiler.
 native-check: $(TESTED)  ## compiled CPU kernels under the address, behaviour and thread sanitizers
-	$(BIN)/python tests/native/sanitizers.py
+	$(BIN)/python tests/native/sanitizers.py $(if $(BEST),--best)
 
 lint: $(TESTED)  ## formatting, lint and types
 	$(BIN)/ruff format --check .
