@@ -139,8 +139,10 @@ def _deit(size: str, dim: int, heads: int, drop_path: float) -> Preset:
     )
 
 
-def _of_vision_mixers(radius: int, krause: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    windows = {"radius": radius}
+def _of_vision_mixers(
+    radius: int, krause: dict[str, Any], **window: Any
+) -> dict[str, dict[str, Any]]:
+    windows = {"radius": radius, **window}
     patches_alone = {"class_token": False, "pooling": "mean"}
     safe = {"step_size": "auto"}
     return {
@@ -181,12 +183,13 @@ def _krause_vit(size: str, dim: int, heads: int, patch_size: int, *, cifar: bool
             "heads": heads,
             "mixer": "krause",
             "norm": "post",
-            "neighborhood": "plus" if cifar else "square",
             "drop_path": 0.1,
         },
         f"Krause-ViT-{size}: {pixels} pixels, patches of {patch_size}, {classes:,} classes "
         "(Krause paper)",
-        _of_vision_mixers(radius=1 if cifar else 2, krause=krause),
+        _of_vision_mixers(
+            radius=1 if cifar else 2, krause=krause, **({"neighborhood": "plus"} if cifar else {})
+        ),
     )
 
 

@@ -25,7 +25,7 @@ CLUSTERS = "attention clusters paper"
 # Krause attention: particles move to averages of near particles.
 
 
-class Groups(NamedTuple):
+class ParticleGroups(NamedTuple):
     """Particles of groups along the first coordinate, and their flow, [T + 1, N, C]."""
 
     name: str
@@ -33,7 +33,7 @@ class Groups(NamedTuple):
     states: Tensor
 
 
-def _flows(size: Size, **options: Any) -> Iterator[Groups]:
+def _flows(size: Size, **options: Any) -> Iterator[ParticleGroups]:
     """Yield groups of 3 to 8 particles, whose hulls are 1 wide and more than sqrt(C) apart."""
     for seed in range(size.draws):
         draw = generator(seed)
@@ -45,18 +45,18 @@ def _flows(size: Size, **options: Any) -> Iterator[Groups]:
         x = torch.rand(len(home), C, dtype=torch.float64, generator=draw)
         x[:, 0] += (1.1 + C**0.5) * home
         flow = ga.dynamics.krause_flow(x, **options, steps=12, step_size=0.2 + 0.2 * (seed % 5))
-        yield Groups(f"draw {seed}", home, flow.states)
+        yield ParticleGroups(f"draw {seed}", home, flow.states)
 
 
-def flows_within_a_radius(size: Size) -> Iterator[Groups]:
+def flows_within_a_radius(size: Size) -> Iterator[ParticleGroups]:
     return _flows(size, radius=1.0)
 
 
-def flows_of_nearest(size: Size) -> Iterator[Groups]:
+def flows_of_nearest(size: Size) -> Iterator[ParticleGroups]:
     return _flows(size, sigma=1.0, top_k=3)
 
 
-def _gap(case: Groups) -> tuple[float, float]:
+def _gap(case: ParticleGroups) -> tuple[float, float]:
     """Compare the smallest gap between hulls along the first coordinate with that at the start."""
     members = [case.states[:, case.home == g, 0] for g in range(int(case.home[-1]) + 1)]
     low = torch.stack([m.amin(1) for m in members])
@@ -66,20 +66,20 @@ def _gap(case: Groups) -> tuple[float, float]:
 
 
 @claim("flow within a radius: groups stay apart", KRAUSE, flows_within_a_radius)
-def groups_within_a_radius(case: Groups) -> tuple[float, float]:
-    """Groups whose convex hulls are further apart than the radius never come nearer."""
+def groups_within_a_radius(case: ParticleGroups) -> tuple[float, float]:
+    """ParticleGroups whose convex hulls are further apart than the radius never come nearer."""
     return _gap(case)
 
 
 @claim("flow of the k nearest: groups stay apart", KRAUSE, flows_of_nearest)
-def groups_of_nearest(case: Groups) -> tuple[float, float]:
-    """Groups of at least k particles never come nearer with top-k, if their hulls are further apart
+def groups_of_nearest(case: ParticleGroups) -> tuple[float, float]:
+    """ParticleGroups of at least k particles never come nearer with top-k, if their hulls are further apart
     than the diameter of the widest."""
     return _gap(case)
 
 
 @claim("flow: particles stay in their hull", KRAUSE, flows_of_nearest)
-def flow_stays_in_its_hull(case: Groups) -> tuple[float, float]:
+def flow_stays_in_its_hull(case: ParticleGroups) -> tuple[float, float]:
     """Every step is an average, so the range of a coordinate never grows."""
     ranges = case.states.amax(1) - case.states.amin(1)
     return float((ranges[:-1] - ranges[1:]).amin() / ranges[0].max()), ROUNDING
@@ -88,7 +88,7 @@ def flow_stays_in_its_hull(case: Groups) -> tuple[float, float]:
 # Gaussian kernels.
 
 
-class Heads(NamedTuple):
+class RandomHeads(NamedTuple):
     """Queries and keys of one head, [N, 1, D], a graph and a bandwidth."""
 
     name: str
@@ -98,17 +98,17 @@ class Heads(NamedTuple):
     sigma: float
 
 
-def random_heads(size: Size) -> Iterator[Heads]:
+def random_heads(size: Size) -> Iterator[RandomHeads]:
     for seed in range(size.draws):
         draw = generator(seed)
         N, D = 5 + seed % 20, 1 + seed % 7
         query, key = torch.randn(2, N, 1, D, dtype=torch.float64, generator=draw)
         graph = (ga.complete_graph(N), ga.causal_graph(N))[seed % 2]
-        yield Heads(f"draw {seed}", query, key, graph, 0.3 * 1.5 ** (seed % 6))
+        yield RandomHeads(f"draw {seed}", query, key, graph, 0.3 * 1.5 ** (seed % 6))
 
 
 @claim("RBF is dot product with a bias", KRAUSE, random_heads, "equation")
-def rbf_is_a_dot_product(case: Heads) -> tuple[float, float]:
+def rbf_is_a_dot_product(case: RandomHeads) -> tuple[float, float]:
     """The weights of exp(-|q - k|^2 / 2 sigma^2) are those of the logits (q . k - |k|^2 / 2) /
     sigma^2, because |q|^2 is the same for all keys of a query."""
     q, k = case.query[:, 0], case.key[:, 0]
@@ -120,7 +120,7 @@ def rbf_is_a_dot_product(case: Heads) -> tuple[float, float]:
 
 
 @claim("Gaussian kernel: eigenvalues in 0 .. 1", GAUSSIAN, random_heads)
-def spectrum_of_the_kernel(case: Heads) -> tuple[float, float]:
+def spectrum_of_the_kernel(case: RandomHeads) -> tuple[float, float]:
     """Attention over all pairs by a Gaussian kernel has real eigenvalues between 0 and 1, because
     it is similar to a positive semidefinite matrix."""
     x, N = case.query, len(case.query)
@@ -131,7 +131,7 @@ def spectrum_of_the_kernel(case: Heads) -> tuple[float, float]:
 
 
 @claim("Gaussian kernel: reversible", GAUSSIAN, random_heads, "equation")
-def detailed_balance(case: Heads) -> tuple[float, float]:
+def detailed_balance(case: RandomHeads) -> tuple[float, float]:
     """The weights satisfy d_i a_ij = d_j a_ji, where d_i is the sum of the kernel over j."""
     x, N = case.query, len(case.query)
     weight = ga.attention_weights(x, x, ga.complete_graph(N), sigma=case.sigma).reshape(N, N)
@@ -171,7 +171,7 @@ def parameters_of_the_layer(case: Width) -> tuple[float, float]:
 # Attention clusters.
 
 
-class Tokens(NamedTuple):
+class PatternTokens(NamedTuple):
     """Standardised tokens [N, C] and a pattern."""
 
     name: str
@@ -179,7 +179,7 @@ class Tokens(NamedTuple):
     graph: ga.TokenGraph
 
 
-def random_tokens(size: Size) -> Iterator[Tokens]:
+def random_tokens(size: Size) -> Iterator[PatternTokens]:
     for seed in range(size.draws):
         N, C = 12 + seed % 9, 2 + seed % 4
         x = torch.randn(N, C, dtype=torch.float64, generator=generator(seed))
@@ -189,11 +189,11 @@ def random_tokens(size: Size) -> Iterator[Tokens]:
             ga.block_window_graph(N, 4),
             ga.longformer_graph(N, 2, [0]),
         )[seed % 4]
-        yield Tokens(f"draw {seed}", ga.dynamics.standardize(x), graph)
+        yield PatternTokens(f"draw {seed}", ga.dynamics.standardize(x), graph)
 
 
 @claim("scaled query is scaled dot product", CLUSTERS, random_tokens, "equation")
-def scaled_query(case: Tokens) -> tuple[float, float]:
+def scaled_query(case: PatternTokens) -> tuple[float, float]:
     """Scaled queries and scaled products make the same iteration."""
     sdp, sq = (
         ga.dynamics.simulate(case.x, case.graph, steps=5, scaling=scaling).states[-1]
@@ -202,14 +202,14 @@ def scaled_query(case: Tokens) -> tuple[float, float]:
     return -float((sdp - sq).abs().max() / sdp.abs().max()), 1e-9
 
 
-def without_global_tokens(size: Size) -> Iterator[Tokens]:
+def without_global_tokens(size: Size) -> Iterator[PatternTokens]:
     for case in random_tokens(size):
         if int((case.graph.in_degree() == len(case.x)).sum()) != 1:
             yield case
 
 
 @claim("in place: queries, keys, values shrink", CLUSTERS, without_global_tokens, "equation")
-def scaled_in_place(case: Tokens) -> tuple[float, float]:
+def scaled_in_place(case: PatternTokens) -> tuple[float, float]:
     """Scaling queries in place is the iteration of X / sqrt(C) without any scaling, in patterns
     without global tokens (whose queries are scaled twice)."""
     step = ga.dynamics.simulate(case.x, case.graph, steps=1, scaling="sq_inplace").states[-1]

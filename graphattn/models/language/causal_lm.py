@@ -277,7 +277,8 @@ class CausalLM(TiedModel):
     def _learned_places(self, first: Any, tokens: Tensor, valid: Tensor | None) -> Tensor:
         """Return the learned positions of a call that gives none, from the graph of a block."""
         graph: TokenGraph = first.tokens if isinstance(first, ShardedGraph) else first
-        self.check_length(max((n for n, _ in graph.sizes), default=0))
+        for num_tokens, _ in graph.sizes:
+            self.check_length(num_tokens)
         if valid is None or len(graph.sizes) != 1:
             return graph.positions
         # Padding on the left does not count, as in generate().
