@@ -67,13 +67,13 @@ def _gap(case: ParticleGroups) -> tuple[float, float]:
 
 @claim("flow within a radius: groups stay apart", KRAUSE, flows_within_a_radius)
 def groups_within_a_radius(case: ParticleGroups) -> tuple[float, float]:
-    """ParticleGroups whose convex hulls are further apart than the radius never come nearer."""
+    """Groups whose convex hulls are further apart than the radius never come nearer."""
     return _gap(case)
 
 
 @claim("flow of the k nearest: groups stay apart", KRAUSE, flows_of_nearest)
 def groups_of_nearest(case: ParticleGroups) -> tuple[float, float]:
-    """ParticleGroups of at least k particles never come nearer with top-k, if their hulls are further apart
+    """Groups of at least k particles never come nearer with top-k, if their hulls are further apart
     than the diameter of the widest."""
     return _gap(case)
 
