@@ -20,9 +20,6 @@ LONG_PAGES = (
     *("swin.md", "training.md"),
 )
 
-# `--cases`: how many options at a time meet in every combination.
-STRENGTH = {"options": 1, "pairs": 2}
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -45,11 +42,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption(
         "--cases",
-        type=lambda cases: cases if cases in STRENGTH else int(cases),
+        type=lambda cases: cases if cases == "pairs" else int(cases),
         metavar="N",
-        help="run at most N cases of every parametrized test, spread evenly; with `options`, as "
-        "many as hold every option; with `pairs`, every pair of options, and of a test marked "
-        "`long` every option; all if not given",
+        help="run at most N cases of every parametrized test, spread evenly; with `pairs`, as many "
+        "as hold every pair of its options, and of a test marked `long` every option; all if not "
+        "given",
     )
     parser.addoption(
         "--long",
@@ -76,13 +73,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
             whole.append(case)
         elif own & left_out(metafunc.config):
             continue
-        elif "long" in own and most not in STRENGTH:
+        elif "long" in own and most != "pairs":
             long.append(case)
         else:
             sampled.append(case)
     whole += some_of(long, 1, metafunc.definition.nodeid)
-    if most in STRENGTH:
-        strength = 1 if "long" in of_all else STRENGTH[most]
+    if most == "pairs":
+        strength = 1 if "long" in of_all else 2
         kept = [sampled[k] for k in covering([case.indices for case in sampled], strength)]
     else:
         kept = some_of(sampled, most, metafunc.definition.nodeid)
@@ -104,7 +101,7 @@ def left_out(config: pytest.Config) -> set[str]:
     most = config.getoption("--cases")
     if most is None:
         return set()
-    keeps_long = most in STRENGTH or config.getoption("--long")
+    keeps_long = most == "pairs" or config.getoption("--long")
     return {"nightly"} if keeps_long else {"nightly", "long"}
 
 

@@ -245,7 +245,7 @@ def bowls(size: Size) -> Iterator[Bowl]:
             yield Bowl(f"draw {seed}", A, x, step)
 
 
-@claim("alpha_max: where a step stops lowering the loss", "Eq. 18", bowls, "equation")
+@claim("alpha_max: the loss is as before", "Eq. 18", bowls, "equation")
 def largest_stable_rate(case: Bowl) -> tuple[float, float]:
     """A step of size alpha_max along a direction of descent ends at the loss where it began, if the
     loss is quadratic."""

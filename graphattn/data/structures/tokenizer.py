@@ -36,7 +36,7 @@ class StructureTokenizer(nn.Module):
     The local frame has CA at its origin, C on the positive x axis, and N in the xy plane, with
     y > 0.
 
-    Training has two stages, as the consensus paper has it (Appendix E.2): first encoder and decoder
+    Training has two stages, as the consensus paper has it (Appendix E.1): first encoder and decoder
     together, from single codes; then the decoder alone, from all codes in its reach, with fixed
     codes. Both networks are small: a few hundred steps take half a minute on a CPU.
 
@@ -219,18 +219,17 @@ class StructureTokenizer(nn.Module):
                 "with read_structure(path, atoms='backbone')"
             )
         generator = torch.Generator().manual_seed(as_int("seed", seed, 0))
+        near = patches.near(self.reach)
         self.encoder.train()
-        alone = patches.near(0)
         self._train_stage(
-            patches, [*self.parameters()], steps, batch_size, lr, generator, alone, None
+            patches, [*self.parameters()], steps, batch_size, lr, generator, near, None
         )
         self.eval()
         with torch.no_grad():
             numbers = self._quantised(self.encoder(patches.inputs))
         self._train_stage(
-            patches, [*self.decoder.parameters()], steps, batch_size, lr, generator,
-            patches.near(self.reach), numbers,
-        )  # fmt: skip
+            patches, [*self.decoder.parameters()], steps, batch_size, lr, generator, near, numbers
+        )
         return self
 
     def _train_stage(
@@ -247,8 +246,6 @@ class StructureTokenizer(nn.Module):
         """Train some parameters; codes are `numbers` if given, or else computed."""
         optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=1e-2)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-        pad = self.reach - near.shape[1] // 2
-        near = functional.pad(near, (pad, pad), value=-1)
         for _ in range(steps):
             some = torch.randint(len(patches.inputs), (batch_size,), generator=generator)
             some = some.to(near.device)

@@ -274,7 +274,7 @@ class CausalLM(TiedModel):
                 f"has learned a vector for so many positions, got {num_tokens}"
             )
 
-    def _learned_places(self, first: Any, tokens: Tensor, valid: Tensor | None) -> Tensor:
+    def _learned_places(self, first: Any, valid: Tensor | None) -> Tensor:
         """Return the learned positions of a call that gives none, from the graph of a block."""
         graph: TokenGraph = first.tokens if isinstance(first, ShardedGraph) else first
         for num_tokens, _ in graph.sizes:
@@ -283,8 +283,7 @@ class CausalLM(TiedModel):
             return graph.positions
         # Padding on the left does not count, as in generate().
         padding = (valid.cumsum(-1) == 0).sum(-1, keepdim=True)
-        places = graph.positions - padding
-        return places if valid.dim() > 1 else places.reshape(-1)
+        return graph.positions - padding
 
     def encode(
         self,
@@ -301,7 +300,7 @@ class CausalLM(TiedModel):
         graphs = self.graph_of_blocks(graph, tokens.shape[-1])
         places = positions
         if places is None and self.position_table is not None:
-            places = self._learned_places(graphs[0], tokens, valid)
+            places = self._learned_places(graphs[0], valid)
         x = self.run_blocks(
             self.embed_tokens(tokens, positions=places, valid=valid),
             graphs,
