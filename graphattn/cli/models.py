@@ -13,6 +13,7 @@ from torch import nn
 import graphattn as ga
 from graphattn.graphs.arguments import as_choice
 from graphattn.models.overview import layer_rows, neighborhood, takes_num_tokens
+from graphattn.models.presets import preset as arguments_of
 from graphattn.plain_tables import number_columns, plain_table
 
 TOKENS = 512  # default length of a sequence
@@ -34,7 +35,7 @@ def run_models(name: str | None, tokens: int | None, console: Console) -> None:
     console.print(preset.about, highlight=False, markup=False)
     console.print("A shape with random weights, not a trained model.", highlight=False)
     console.print()
-    console.print(arguments_table(model, preset.arguments))
+    console.print(arguments_table(model, arguments_of(name, preset.model)))
     console.print(layers_table(model, graphs))
     if known := neighborhood(model):
         text = f"Shown without a structure. With one, each sees: {known}."

@@ -10,7 +10,7 @@ import torch
 from cli_helpers import done, refused
 
 import graphattn as ga
-from graphattn.models.presets import _PRESETS
+from graphattn.models.presets import _PRESETS, preset
 
 
 @pytest.fixture(scope="module")
@@ -20,9 +20,9 @@ def tiny() -> Iterator[str]:
         "vocab_size": 11, "dim": 8, "depth": 4, "heads": 2, "mixer": "mix", "rank": 2,
         "edge_hidden": 4, "rope": "isometric", "step_size": "learned",
     }  # fmt: skip
-    preset = ga.models.Preset("SequenceEncoder", arguments, "for a [test], not to be used")
+    made = ga.models.Preset("SequenceEncoder", arguments, "for a [test], not to be used")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(_PRESETS, "tiny-mix", preset)
+        patch.setitem(_PRESETS, "tiny-mix", made)
         yield "tiny-mix"
 
 
@@ -57,7 +57,7 @@ def test_every_preset_is_listed_once_with_its_class_and_its_parameters(everythin
     for name, (model, parameters) in listed.items():
         assert model == presets[name].model
         with torch.device("meta"):
-            made = getattr(ga.models, model)(**presets[name].arguments)
+            made = getattr(ga.models, model)(**preset(name, model))
         unique = {id(parameter): parameter.numel() for parameter in made.parameters()}
         assert parameters == sum(unique.values())
 
@@ -84,10 +84,10 @@ def test_layers_are_shown_with_the_edges_that_they_have(tiny: str, tokens: int |
 
 def test_arguments_are_those_of_the_config_the_presets_own_first(tiny: str, one: str) -> None:
     text = one.split("of the preset")[1]
-    preset, defaults = text.split("\n defaults ")
-    assert " rope " in preset
+    chosen, defaults = text.split("\n defaults ")
+    assert " rope " in chosen
     assert " rope " not in defaults
-    shown = dict(re.findall(r"^ *([a-z_]+) +(\S.*?) *$", preset + defaults, re.M))
+    shown = dict(re.findall(r"^ *([a-z_]+) +(\S.*?) *$", chosen + defaults, re.M))
     config = ga.models.SequenceEncoder.from_preset(tiny).config
     assert {name: value for name, value in shown.items() if name in config} == {
         name: repr(value) for name, value in config.items()
@@ -100,6 +100,12 @@ def test_arguments_are_those_of_the_config_the_presets_own_first(tiny: str, one:
 @pytest.mark.parametrize("name", list(ga.models.presets()))
 def test_every_preset_can_be_shown(name: str) -> None:
     assert "each sees" in done("models", name).output
+
+
+def test_arguments_that_a_preset_has_for_its_mixer_are_shown_as_its_own() -> None:
+    chosen, defaults = done("models", "krause-vit-small-cifar").output.split("\n defaults ")
+    assert "'init_sigma'" in chosen
+    assert "'init_sigma'" not in defaults
 
 
 def test_bad_input_is_answered_in_one_line(tiny: str) -> None:
