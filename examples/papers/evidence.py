@@ -1,0 +1,200 @@
+"""An experiment about a claim of a paper: its prediction, its record, and its page.
+
+Every other file of this folder is one experiment. Its prediction, and what would refute it, is
+written down before anything is measured:
+
+    python examples/papers/NAME.py --plan              # the record, without numbers: commit it
+    python examples/papers/NAME.py --data FOLDER       # measure; run it again to continue
+    make results NAME=NAME DATA=FOLDER                 # the same, in the project's environment
+
+The record is docs/results/NAME.json, with a page and a figure beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from graphattn.bench.reporting.record import provenance
+
+RESULTS = Path(__file__).resolve().parents[2] / "docs" / "results"
+Verdict = Literal["open", "held", "not held", "inconclusive", "beyond"]
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A claim, what we expect, and what would refute it.
+
+    Attributes:
+        name: name of the script and of the record.
+        title: heading of the page.
+        paper: where the claim stands.
+        claim: what the paper says.
+        prediction: what is measured, and which numbers would confirm the claim.
+        refuted_if: which numbers would refute it.
+        config: everything that determines the numbers.
+        notes: what differs from the paper, and what the numbers cannot say.
+    """
+
+    name: str
+    title: str
+    paper: str
+    claim: str
+    prediction: str
+    refuted_if: str
+    config: dict[str, Any]
+    notes: str = ""
+
+
+@dataclass
+class Findings:
+    """What was measured.
+
+    Attributes:
+        numbers: rows with mechanism, setting, mean, spread and seeds.
+        verdict: whether the claim held.
+        why: the numbers that decide, in a sentence.
+        runs: every run, those that diverged, too.
+        seeds: the seeds.
+        cpu_hours: seconds of all runs, of one thread each, divided by 3,600.
+        draw: draws the figure into axes.
+        columns: what mean and spread are.
+    """
+
+    numbers: list[dict[str, Any]]
+    verdict: Verdict
+    why: str
+    runs: list[dict[str, Any]] = field(default_factory=list)
+    seeds: list[int] = field(default_factory=list)
+    cpu_hours: float = 0.0
+    draw: Callable[[Any], Any] | None = None
+    columns: tuple[str, str] = ("mean", "spread")
+
+
+Measure = Callable[[argparse.Namespace], Findings]
+
+
+def main(experiment: Experiment, measure: Measure, given: Sequence[str] | None = None) -> None:
+    """Write the plan of an experiment, or measure and write what came out."""
+    parser = argparse.ArgumentParser(description=experiment.title)
+    parser.add_argument("--plan", action="store_true", help="write the record without numbers")
+    parser.add_argument("--data", default="data", help="folder that contains the data")
+    parser.add_argument("--work", default=f"runs/{experiment.name}", help="folder of the runs")
+    parser.add_argument("--processes", type=int, default=1, help="runs at the same time")
+    parser.add_argument("--partial", action="store_true", help="report the runs that are there")
+    parser.add_argument("--results", default=os.fspath(RESULTS), help="folder of the record")
+    arguments = parser.parse_args(given)
+    folder = Path(arguments.results)
+    folder.mkdir(parents=True, exist_ok=True)
+    if arguments.plan:
+        write(experiment, Findings([], "open", "not measured yet"), folder)
+        return
+    planned = folder / f"{experiment.name}.json"
+    if not planned.is_file():
+        raise SystemExit(f"{planned} is missing: write and commit the prediction first (--plan)")
+    check_plan(experiment, json.loads(planned.read_text(encoding="utf-8")))
+    write(experiment, measure(arguments), folder)
+
+
+def check_plan(experiment: Experiment, record: dict[str, Any]) -> None:
+    """Raise an error if the prediction is not the one that was written down before."""
+    for name in ("claim", "prediction", "refuted_if"):
+        if record[name] != getattr(experiment, name):
+            raise SystemExit(
+                f"{name} of {experiment.name} differs from its record, which was written before "
+                "the measurement: restore it, or make another experiment"
+            )
+
+
+def write(experiment: Experiment, found: Findings, folder: Path) -> None:
+    """Write NAME.json, NAME.md and, if there are numbers, NAME.svg."""
+    facts = provenance(torch.device("cpu"), "")
+    record = {
+        **asdict(experiment),
+        "seeds": found.seeds,
+        "numbers": found.numbers,
+        "columns": found.columns,
+        "verdict": found.verdict,
+        "why": found.why,
+        "cpu_hours": round(found.cpu_hours, 2),
+        "machine": facts["hardware"].rsplit(",", 1)[0],
+        "torch": facts["torch"],
+        "commit": facts["commit"],
+        "runs": found.runs,
+    }
+    path = folder / f"{experiment.name}.json"
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    figure = folder / f"{experiment.name}.svg"
+    if found.draw is not None:
+        draw(found.draw, figure)
+    (folder / f"{experiment.name}.md").write_text(page(record, figure.is_file()), encoding="utf-8")
+    print(f"{experiment.name}: {found.verdict}. {found.why}")
+
+
+def draw(figure_of: Callable[[Any], Any], path: Path) -> None:
+    """Draw a figure whose file depends on nothing but the numbers."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context({"svg.hashsalt": path.stem}):
+        figure = Figure(figsize=(7.0, 4.5), layout="constrained")
+        figure_of(figure.subplots())
+        figure.savefig(path, metadata={"Date": None})
+
+
+def page(record: dict[str, Any], has_figure: bool) -> str:
+    """Return the page of a record, in Markdown."""
+    name = record["name"]
+    lines = [f"# {record['title']}", ""]
+    lines += [f"Source: {record['paper']}.", ""]
+    for heading, key in (
+        ("Claim", "claim"),
+        ("Prediction, written before the measurement", "prediction"),
+        ("It would be refuted by", "refuted_if"),
+    ):
+        lines += [f"**{heading}.** {record[key]}", ""]
+    if record["verdict"] == "open" and not record["numbers"]:
+        lines += ["**Result.** Not measured yet.", ""]
+    else:
+        lines += [f"**Result: {record['verdict']}.** {record['why']}", ""]
+    if has_figure:
+        lines += [f"![{record['title']}]({name}.svg)", ""]
+    if record["numbers"]:
+        lines += [*table(record["numbers"], record["columns"]), ""]
+    if record["notes"]:
+        lines += ["## What is different from the paper", "", record["notes"], ""]
+    lines += ["## Repeat it", "", "```", f"make results NAME={name} DATA=FOLDER", "```", ""]
+    files = record["config"].get("files", {})
+    if files:
+        given = "; ".join(f"`{file}` ({about})" for file, about in files.items())
+        lines += [f"The folder contains {given}.", ""]
+    if record["numbers"]:
+        lines += [
+            f"{len(record['runs'])} runs, {record['cpu_hours']:g} hours of one core "
+            f"({record['machine']}). Every run is in `{name}.json`.",
+            "",
+        ]
+    return "\n".join(lines)
+
+
+def table(rows: list[dict[str, Any]], columns: Sequence[str]) -> list[str]:
+    """Return the lines of a table of numbers."""
+
+    def text(value: Any) -> str:
+        if value is None:
+            return "-"
+        return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+    header = ["mechanism", "setting", *columns, "seeds"]
+    lines = [f"| {' | '.join(header)} |", f"|{'---|' * len(header)}"]
+    for row in rows:
+        cells = (text(row[key]) for key in ("mechanism", "setting", "mean", "spread", "seeds"))
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines

@@ -1,0 +1,185 @@
+"""Sweeps over learning rates, the form of most experiments about consensus.
+
+An arm is one mechanism with its options. Every arm is trained at every rate with every seed; one
+thread per run.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import graphattn as ga
+from graphattn.train.engine import fit_prepared
+
+# Experiments about learning rates take the paper's AdamW: weight decay 0.01, gradients clipped to
+# norm 1, float32. It names neither warm-up nor decay, so there is none.
+PAPERS_OPTIMIZER: dict[str, Any] = {
+    "weight_decay": 0.01,
+    "clip_norm": 1.0,
+    "warmup_steps": 0,
+    "schedule": "constant",
+}
+SMALL = {"dim": 64, "depth": 4, "heads": 4}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One mechanism.
+
+    Attributes:
+        mixer: the name of the mixer.
+        options: its options.
+        window: the window of its attention layers; None for all tokens.
+        config: further options of the run.
+        change: changes the model before it is trained, such as a mixer that has no name.
+    """
+
+    mixer: str
+    options: dict[str, Any] = field(default_factory=dict)
+    window: int | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+    change: Callable[[nn.Module], None] | None = None
+
+
+def train(arm: Arm, config: ga.train.RunConfig) -> ga.train.Run:
+    """Train one run with one thread, so that runs side by side do not disturb each other."""
+    torch.set_num_threads(1)
+    prepared = ga.train.prepare(config)
+    if arm.change is not None:
+        arm.change(prepared.model)
+    return fit_prepared(prepared)
+
+
+def run_arms(
+    arguments: Namespace,
+    arms: dict[str, Arm],
+    rates: Sequence[float],
+    seeds: int,
+    shared: dict[str, Any],
+) -> list[dict[str, Any]]:
+    """Train all arms, seed by seed, and return a row per run, with "arm"."""
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for count in range(1, seeds + 1):
+        for name, arm in arms.items():
+            folder = Path(arguments.work) / name
+            if arguments.partial:
+                if folder.is_dir():
+                    rows[name] = ga.train.read_sweep(folder)
+                continue
+            config = ga.train.RunConfig(
+                **{**PAPERS_OPTIMIZER, **shared, **arm.config},
+                window=arm.window,
+                mixer_options=arm.options,
+                out=str(folder),
+            )
+            rows[name] = ga.train.run_sweep(
+                config,
+                mixers=[arm.mixer],
+                lrs=list(rates),
+                seeds=count,
+                processes=arguments.processes,
+                train=partial(train, arm),
+                tell=partial(tell, name),
+            )
+    return [{"arm": name, **row} for name in rows for row in rows[name]]
+
+
+def tell(arm: str, row: dict[str, Any]) -> None:
+    loss = "diverged" if row["loss"] is None else f"{row['loss']:.4f}"
+    print(f"{arm}, lr {row['lr']:g}, seed {row['seed']}: {loss}", flush=True)
+
+
+def kept(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return what a record keeps of every run that ended."""
+    names = ("arm", "lr", "seed", "status", "loss", "best_loss", "best_step", "step", "seconds")
+    return [{name: row[name] for name in names} for row in rows if row["status"] in ENDED]
+
+
+ENDED = ("finished", "diverged")
+
+
+def cpu_hours(rows: list[dict[str, Any]]) -> float:
+    return sum(row["seconds"] or 0.0 for row in rows) / 3600
+
+
+def means(rows: list[dict[str, Any]], arm: str) -> dict[float, float]:
+    """Return the mean loss of an arm at every rate; infinite if one of its runs diverged."""
+    found: dict[float, list[float]] = {}
+    for row in rows:
+        if row["arm"] == arm and row["status"] in ENDED:
+            loss = math.inf if row["loss"] is None else row["loss"]
+            found.setdefault(row["lr"], []).append(loss)
+    return {lr: statistics.fmean(losses) for lr, losses in sorted(found.items())}
+
+
+def spread(losses: Sequence[float]) -> float | None:
+    """Return the standard deviation over seeds; None for fewer than two finite losses."""
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    return statistics.stdev(finite) if len(finite) > 1 else None
+
+
+def losses_at(rows: list[dict[str, Any]], arm: str, lr: float) -> list[float]:
+    return [
+        math.inf if row["loss"] is None else row["loss"]
+        for row in rows
+        if row["arm"] == arm and row["lr"] == lr and row["status"] in ENDED
+    ]
+
+
+def rise(rows: list[dict[str, Any]], arm: str) -> float:
+    """Return by how much the mean loss at the highest rate is above that at the best rate."""
+    by_rate = means(rows, arm)
+    return by_rate[max(by_rate)] - min(by_rate.values())
+
+
+def best_rate(rows: list[dict[str, Any]], arm: str) -> float:
+    by_rate = means(rows, arm)
+    return min(by_rate, key=lambda lr: by_rate[lr])
+
+
+def table_of(rows: list[dict[str, Any]], arms: Sequence[str]) -> list[dict[str, Any]]:
+    """Return a row per arm and rate: mean and standard deviation of the validation loss."""
+    numbers = []
+    for arm in arms:
+        for lr, mean in means(rows, arm).items():
+            losses = losses_at(rows, arm, lr)
+            diverged = sum(not math.isfinite(loss) for loss in losses)
+            numbers.append(
+                {
+                    "mechanism": arm,
+                    "setting": f"lr {lr:g}" + (f", {diverged} diverged" if diverged else ""),
+                    "mean": mean if math.isfinite(mean) else None,
+                    "spread": spread(losses),
+                    "seeds": len(losses),
+                }
+            )
+    return numbers
+
+
+def curves(rows: list[dict[str, Any]], arms: Sequence[str], ax: Any) -> None:
+    """Draw the loss of every run over the learning rate, with a line through the means.
+
+    A run that diverged has no loss: a cross at the top edge stands for it.
+    """
+    for number, arm in enumerate(arms):
+        by_rate = {lr: loss for lr, loss in means(rows, arm).items() if math.isfinite(loss)}
+        ax.plot(list(by_rate), list(by_rate.values()), color=f"C{number}", label=arm)
+        own = [row for row in rows if row["arm"] == arm and row["status"] in ENDED]
+        there = [(row["lr"], row["loss"]) for row in own if row["loss"] is not None]
+        ax.plot(*zip(*there, strict=True), ".", color=f"C{number}")
+        gone = [row["lr"] for row in own if row["loss"] is None]
+        if gone:
+            ax.plot(gone, [0.98 - 0.03 * number] * len(gone), "x", color=f"C{number}",
+                    transform=ax.get_xaxis_transform())  # fmt: skip
+    ax.set(xscale="log", xlabel="learning rate", ylabel="validation loss (nats)")
+    ax.legend()
