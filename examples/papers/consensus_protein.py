@@ -29,7 +29,8 @@ SHARED = {
     "steps": 600,
     "batch_tokens": 2048,
     "evaluate_every": 200,
-    "save_every": 200,
+    "save_every": 100,
+    "keep": 6,
     "validation_tokens": 65536,
 }
 
