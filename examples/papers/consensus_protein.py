@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from pathlib import Path
 
 from evidence import Experiment, Findings, main
-from rates import PAPERS_OPTIMIZER, SMALL, Arm, cpu_hours, curves, kept, run_arms, table_of
-from sweep_claims import OPTIONS, PREDICTION, flatter, refuted
+from rates import SMALL, Arm
+from sweep_claims import OPTIONS, PREDICTION, config_of, measure_sweep, refuted
 
 RATES = (1e-3, 3.162e-3, 1e-2, 3.162e-2, 1e-1)
 SEEDS = 2
@@ -44,35 +43,16 @@ EXPERIMENT = Experiment(
     "second) mirrors SA at the best rate and is less sensitive.",
     prediction=PREDICTION,
     refuted_if=refuted(TOO_LITTLE),
-    config={
-        "arms": {name: {"mixer": a.mixer, **a.options, "window": a.window}
-                 for name, a in ARMS.items()},
-        "rates": RATES,
-        **PAPERS_OPTIMIZER,
-        **SHARED,
-        "files": {FILE: "proteins of archaea in Swiss-Prot"},
-    },
+    config=config_of(ARMS, RATES, SHARED, FILE, "proteins of archaea in Swiss-Prot"),
     notes="The paper trains 35 million parameters on sequences and structures for 3,000 steps. "
     "This one has 0.2 million parameters, reads sequences alone, and sees 600 batches of 2,048 "
     "residues. The best loss is some hundredths of a nat below the entropy of the residues' "
     "frequencies, so rises are small, too.",
-)  # fmt: skip
+)
 
 
 def measure(arguments: Namespace) -> Findings:
-    shared = {**SHARED, "data": str(Path(arguments.data) / FILE)}
-    rows = run_arms(arguments, ARMS, RATES, SEEDS, shared)
-    verdict, why = flatter(rows, RATES, SEEDS, TOO_LITTLE)
-    return Findings(
-        numbers=table_of(rows, list(ARMS)),
-        verdict=verdict,
-        why=why,
-        runs=kept(rows),
-        seeds=list(range(SEEDS)),
-        cpu_hours=cpu_hours(rows),
-        draw=lambda ax: curves(rows, list(ARMS), ax),
-        columns=("validation loss (nats)", "deviation"),
-    )
+    return measure_sweep(arguments, ARMS, RATES, SEEDS, SHARED, FILE, TOO_LITTLE)
 
 
 if __name__ == "__main__":

@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 import math
+from argparse import Namespace
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from evidence import Verdict
-from rates import best_rate, losses_at, means, rise, spread
+from evidence import Findings, Verdict
+from rates import (
+    PAPERS_OPTIMIZER,
+    Arm,
+    best_rate,
+    cpu_hours,
+    curves,
+    kept,
+    losses_at,
+    means,
+    rise,
+    run_arms,
+    spread,
+    table_of,
+)
 
 # Edge networks of 32 hidden units in place of the paper's 256, which take half of the time.
 OPTIONS = {"edge_hidden": 32, "rank": 4}
@@ -66,3 +81,44 @@ def flatter(
     if rises["mix"] >= rises["sa"]:
         parts.append("MIX does not rise less than SA")
     return "not held", f"{why} Refuted, because {', and '.join(parts)}."
+
+
+def config_of(
+    arms: dict[str, Arm], rates: Sequence[float], shared: dict[str, Any], file: str, about: str
+) -> dict[str, Any]:
+    """Return everything that determines the numbers of a sweep, as its record keeps it."""
+    return {
+        "arms": {
+            name: {"mixer": arm.mixer, **arm.options, "window": arm.window, **arm.config}
+            for name, arm in arms.items()
+        },
+        "rates": list(rates),
+        **PAPERS_OPTIMIZER,
+        **shared,
+        "files": {file: about},
+    }
+
+
+def measure_sweep(
+    arguments: Namespace,
+    arms: dict[str, Arm],
+    rates: Sequence[float],
+    seeds: int,
+    shared: dict[str, Any],
+    file: str,
+    too_little: float,
+) -> Findings:
+    """Train all arms at all rates, and compare what a high rate costs them."""
+    data = str(Path(arguments.data) / file)
+    rows = run_arms(arguments, arms, rates, seeds, {**shared, "data": data})
+    verdict, why = flatter(rows, rates, seeds, too_little)
+    return Findings(
+        numbers=table_of(rows, list(arms)),
+        verdict=verdict,
+        why=why,
+        runs=kept(rows),
+        seeds=list(range(seeds)),
+        cpu_hours=cpu_hours(rows),
+        draw=lambda ax: curves(rows, list(arms), ax),
+        columns=("validation loss (nats)", "deviation"),
+    )
