@@ -1,0 +1,96 @@
+"""Does the authors' layer (two steps, learned step sizes) train as the paper's layer does?"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from consensus_text_diffusion import FILE, SHARED
+from evidence import Experiment, Findings, Verdict, main
+from rates import (
+    PAPERS_OPTIMIZER,
+    Arm,
+    cpu_hours,
+    curves,
+    kept,
+    losses_at,
+    means,
+    run_arms,
+    spread,
+    table_of,
+)
+from sweep_claims import OPTIONS
+
+RATES = (1e-3, 1e-2, 1e-1)
+SEEDS = 3
+PUBLISHED = {
+    **OPTIONS,
+    "iterations": 2,
+    "learned_step": True,
+    "share_alpha": True,
+    "learned_beta": False,
+    "edge_input": "full",
+    "trunk": "separate",
+}
+ARMS = {
+    "paper": Arm("consensus", OPTIONS, window=2),
+    "published code": Arm("consensus", PUBLISHED, window=2),
+}
+
+EXPERIMENT = Experiment(
+    name="consensus_published",
+    title="The layer of the paper and the layer of its authors' code",
+    paper="Stabilizing Transformer Training Through Consensus, Algorithm 2, and the code of "
+    "Odyssey (Singhal et al., 2025)",
+    claim="The paper describes one gradient step per layer, with a fixed size. The published "
+    "code makes two steps of learned sizes, with one alpha for all heads, no beta, and an edge network "
+    "that reads both tokens whole. If the results of the paper hold for its text, both train "
+    "alike.",
+    prediction="At each of the three rates, the mean losses of the two layers differ by at most "
+    "two standard deviations over seeds (the larger of the two layers' deviations).",
+    refuted_if="A larger difference at any of the three rates.",
+    config={
+        "arms": {"paper": OPTIONS, "published code": PUBLISHED},
+        "rates": RATES,
+        **PAPERS_OPTIMIZER,
+        **SHARED,
+        "files": {FILE: "1.1 MB of Shakespeare's plays"},
+    },
+    notes="The published code rotates the target alone and learns a step per position; see the "
+    "page about the published code.",
+)
+
+
+def judged(rows: list[dict[str, Any]]) -> tuple[Verdict, str]:
+    counts = [len(losses_at(rows, arm, lr)) for arm in ARMS for lr in RATES]
+    if min(counts) < SEEDS:
+        return "open", f"{sum(counts)} of {SEEDS * len(counts)} runs are done."
+    parts, agree = [], True
+    for lr in RATES:
+        a, b = (means(rows, arm)[lr] for arm in ARMS)
+        deviation = max(spread(losses_at(rows, arm, lr)) or 0.0 for arm in ARMS)
+        agree = agree and abs(b - a) <= 2 * deviation
+        parts.append(f"{b - a:+.3f} at {lr:g} (deviation {deviation:.3f})")
+    why = f"Loss of the published layer minus that of the paper's: {', '.join(parts)}."
+    return ("held" if agree else "not held"), why
+
+
+def measure(arguments: Namespace) -> Findings:
+    shared = {**SHARED, "data": str(Path(arguments.data) / FILE)}
+    rows = run_arms(arguments, ARMS, RATES, SEEDS, shared)
+    verdict, why = judged(rows)
+    return Findings(
+        numbers=table_of(rows, list(ARMS)),
+        verdict=verdict,
+        why=why,
+        runs=kept(rows),
+        seeds=list(range(SEEDS)),
+        cpu_hours=cpu_hours(rows),
+        draw=lambda ax: curves(rows, list(ARMS), ax),
+        columns=("validation loss (nats)", "deviation"),
+    )
+
+
+if __name__ == "__main__":
+    main(EXPERIMENT, measure)
