@@ -31,8 +31,8 @@ EXPERIMENT = Experiment(
     paper="Stabilizing Transformer Training Through Consensus, Appendix D.3 and Table 9",
     claim="Larger windows, ranks and edge networks all lower the loss; among the three, larger "
     "windows give the largest gain.",
-    prediction="The mean validation loss falls more from the smallest to the largest window "
-    "(2 to 12) than from the smallest to the largest rank (1 to 16) and edge network (4 to 64).",
+    prediction="The mean validation loss falls more from the smallest to the largest window (2 to "
+    "12) than from the smallest to the largest rank (1 to 16) and edge network (4 to 64).",
     refuted_if="A larger fall over the ranks or over the edge networks than over the windows.",
     config={
         "base": BASE,

@@ -38,8 +38,8 @@ EXPERIMENT = Experiment(
     name="consensus_dna",
     title="Consensus and high learning rates: DNA",
     paper="Stabilizing Transformer Training Through Consensus, Section 5.1 and Figure 3",
-    claim="As the learning rate is increased beyond the band used in practice, self-attention (SA) "
-    "and sliding-window attention (SW) incur sharp degradation, whereas self-consensus (SC) "
+    claim="As the learning rate is increased beyond the band used in practice, self-attention "
+    "(SA) and sliding-window attention (SW) incur sharp degradation, whereas self-consensus (SC) "
     "degrades more gradually. MIX (attention in the first half of the layers, consensus in the "
     "second) mirrors SA at the best rate and is less sensitive.",
     prediction=PREDICTION,
@@ -47,8 +47,8 @@ EXPERIMENT = Experiment(
     config=config_of(ARMS, RATES, SHARED, FILE, "the genome of E. coli K-12, NC_000913.3"),
     notes="The paper trains 51 million parameters on OpenGenome for 5,000 steps. This one has 0.2 "
     "million parameters and sees 600 batches of 16 windows of 128 bases of one genome, of which "
-    "the end is held out. The best loss is a few hundredths of a nat below log 4 = 1.386, so rises "
-    "are small, too.",
+    "the end is held out. The best loss is a few hundredths of a nat below log 4 = 1.386, so "
+    "rises are small, too.",
 )
 
 

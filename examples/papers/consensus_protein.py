@@ -37,8 +37,8 @@ EXPERIMENT = Experiment(
     name="consensus_protein",
     title="Consensus and high learning rates: proteins",
     paper="Stabilizing Transformer Training Through Consensus, Section 5.1 and Figure 4",
-    claim="As the learning rate is increased beyond the band used in practice, self-attention (SA) "
-    "and sliding-window attention (SW) incur sharp degradation, whereas self-consensus (SC) "
+    claim="As the learning rate is increased beyond the band used in practice, self-attention "
+    "(SA) and sliding-window attention (SW) incur sharp degradation, whereas self-consensus (SC) "
     "degrades more gradually. MIX (attention in the first half of the layers, consensus in the "
     "second) mirrors SA at the best rate and is less sensitive.",
     prediction=PREDICTION,

@@ -43,8 +43,8 @@ EXPERIMENT = Experiment(
     title="The layer of the paper and the layer of its authors' code",
     paper="Stabilizing Transformer Training Through Consensus, Algorithm 2, and the code of "
     "Odyssey (Singhal et al., 2025)",
-    claim="The paper describes one gradient step per layer, with a fixed size. The published "
-    "code makes two steps of learned sizes, with one alpha for all heads, no beta, and an edge network "
+    claim="The paper describes one gradient step per layer, with a fixed size. The published code "
+    "makes two steps of learned sizes, with one alpha for all heads, no beta, and an edge network "
     "that reads both tokens whole. If the results of the paper hold for its text, both train "
     "alike.",
     prediction="At each of the three rates, the mean losses of the two layers differ by at most "

@@ -33,14 +33,14 @@ EXPERIMENT = Experiment(
     claim="For runs that achieve a suboptimal loss, the median alpha_max of the last checkpoint "
     "typically falls below the learning rate of training. Across all modalities and scales, SC "
     "attains the largest median alpha_max.",
-    prediction="Of the runs of consensus_text_causal with seed 0 whose last validation loss is 0.1 "
-    "nats or more above the best rate of their mechanism, at least four of five have a median "
+    prediction="Of the runs of consensus_text_causal with seed 0 whose last validation loss is "
+    "0.1 nats or more above the best rate of their mechanism, at least four of five have a median "
     "alpha_max below their learning rate at step 600. At every rate, the median of SC is the "
     "largest of the four. (The second part contradicts the paper's own Tables 5 to 7, in which "
     "MIX, SA or SW have the largest value in 10 of 18 columns, so we expect it to fail.)",
-    refuted_if="Fewer than four of five for the first part, which decides. If fewer than five runs "
-    "are degraded, it is inconclusive. The second part is refuted by one rate at which another "
-    "mechanism has a larger median.",
+    refuted_if="Fewer than four of five for the first part, which decides. If fewer than five "
+    "runs are degraded, it is inconclusive. The second part is refuted by one rate at which "
+    "another mechanism has a larger median.",
     config={
         "runs": "consensus_text_causal, seed 0",
         "checkpoints": [EARLY, LATE],
@@ -50,8 +50,9 @@ EXPERIMENT = Experiment(
     },
     notes="The paper says that after five batches 'm is the average gradient', with bias "
     "correction from step 6. We read this as AdamW's own running mean, as "
-    "`ga.diagnostics.max_stable_lr` does, and also literally ('plain average' in the table): the average is then divided by "
-    "1 - 0.9^6 although it needs no correction, so steps are longer and alpha_max is smaller.",
+    "`ga.diagnostics.max_stable_lr` does, and also literally ('plain average' in the table): the "
+    "average is then divided by 1 - 0.9^6 although it needs no correction, so steps are longer "
+    "and alpha_max is smaller.",
 )
 
 

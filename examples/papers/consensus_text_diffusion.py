@@ -38,16 +38,16 @@ EXPERIMENT = Experiment(
     name="consensus_text_diffusion",
     title="Consensus and high learning rates: text, by diffusion",
     paper="Stabilizing Transformer Training Through Consensus, Section 5.1 and Figure 2",
-    claim="As the learning rate is increased beyond the band used in practice, self-attention (SA) "
-    "and sliding-window attention (SW) incur sharp degradation, whereas self-consensus (SC) "
+    claim="As the learning rate is increased beyond the band used in practice, self-attention "
+    "(SA) and sliding-window attention (SW) incur sharp degradation, whereas self-consensus (SC) "
     "degrades more gradually. MIX (attention in the first half of the layers, consensus in the "
     "second) mirrors SA at the best rate and is less sensitive.",
     prediction=PREDICTION,
     refuted_if=refuted(TOO_LITTLE),
     config=config_of(ARMS, RATES, SHARED, FILE, "1.1 MB of Shakespeare's plays"),
-    notes="The paper's smallest text model has 54 million parameters and trains for 5,000 steps of "
-    "512 sequences of 1,024 tokens. This one has 0.2 million parameters and sees 600 batches of 16 "
-    "windows of 128 characters. Both train by absorbing diffusion (score entropy).",
+    notes="The paper's smallest text model has 54 million parameters and trains for 5,000 steps "
+    "of 512 sequences of 1,024 tokens. This one has 0.2 million parameters and sees 600 batches "
+    "of 16 windows of 128 characters. Both train by absorbing diffusion (score entropy).",
 )
 
 

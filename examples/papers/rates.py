@@ -10,7 +10,7 @@ import math
 import statistics
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,14 +41,14 @@ class Arm:
         options: its options.
         window: the window of its attention layers; None for all tokens.
         config: further options of the run.
-        change: changes the model before it is trained, such as a mixer that has no name.
+        change: makes the model that is trained from the one that `mixer` names.
     """
 
     mixer: str
     options: dict[str, Any] = field(default_factory=dict)
     window: int | None = None
     config: dict[str, Any] = field(default_factory=dict)
-    change: Callable[[nn.Module], None] | None = None
+    change: Callable[[Any], nn.Module] | None = None
 
 
 def train(arm: Arm, config: ga.train.RunConfig) -> ga.train.Run:
@@ -56,7 +56,7 @@ def train(arm: Arm, config: ga.train.RunConfig) -> ga.train.Run:
     torch.set_num_threads(1)
     prepared = ga.train.prepare(config)
     if arm.change is not None:
-        arm.change(prepared.model)
+        prepared = replace(prepared, model=arm.change(prepared.model))
     return fit_prepared(prepared)
 
 

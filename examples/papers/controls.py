@@ -1,0 +1,58 @@
+"""Layers beside which consensus is compared: do they mix less, and is that enough?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import graphattn as ga
+
+
+class Average(ga.nn.DotProductAttention):
+    """The average of the projected tokens of a window: all queries are 0."""
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        for parameter in self.query_proj.parameters():
+            nn.init.zeros_(parameter.requires_grad_(False))
+
+
+class SmallGain(ga.nn.DotProductAttention):
+    """Attention whose output is multiplied by 0.1, the step size of consensus."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return 0.1 * super().forward(*args, **kwargs)
+
+
+class CausalConvolution(nn.Module):
+    """A convolution over the token itself and the two before it."""
+
+    def __init__(self, dim: int, tokens: int = 3) -> None:
+        super().__init__()
+        self.dim = dim
+        self.convolution = nn.Conv1d(dim, dim, tokens)
+
+    def forward(self, x: Tensor, graph: Any, **_: Any) -> Tensor:
+        before = self.convolution.kernel_size[0] - 1
+        padded = functional.pad(x.transpose(-1, -2), (before, 0))
+        return self.convolution(padded).transpose(-1, -2)
+
+    def reset_parameters(self) -> None:
+        self.convolution.reset_parameters()
+
+
+def with_mixers(model: ga.models.CausalLM, kind: type[nn.Module], window: int | None) -> nn.Module:
+    """Make a model as `model`, with layers of another class in all of its blocks."""
+    config = dict(model.config)
+    dim, depth, heads = (config[name] for name in ("dim", "depth", "heads"))
+    options = {} if kind is CausalConvolution else {"heads": heads, "rope": True}
+    config |= {
+        "mixer": [kind(dim, **options) for _ in range(depth)],
+        "window": window,
+        "mixer_options": None,
+    }
+    torch.manual_seed(0)  # the weights of every control come from one seed
+    return ga.models.CausalLM(**config)
