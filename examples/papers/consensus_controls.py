@@ -21,6 +21,7 @@ from rates import (
     rise,
     run_arms,
     table_of,
+    widths_of,
 )
 from sweep_claims import OPTIONS
 
@@ -85,13 +86,13 @@ def measure(arguments: Namespace) -> Findings:
     rows = run_arms(arguments, ARMS, RATES, SEEDS, shared)
     verdict, why = judged(rows)
     return Findings(
-        numbers=table_of(rows, list(ARMS)),
+        numbers=[*table_of(rows, list(ARMS)), *widths_of(rows)],
         verdict=verdict,
         why=why,
         runs=kept(rows),
         seeds=list(range(SEEDS)),
         cpu_hours=cpu_hours(rows),
-        draw=lambda ax: curves(rows, list(ARMS), ax),
+        draw=lambda ax: curves(rows, ax),
         columns=("validation loss (nats)", "deviation"),
     )
 

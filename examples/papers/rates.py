@@ -166,20 +166,24 @@ def table_of(rows: list[dict[str, Any]], arms: Sequence[str]) -> list[dict[str, 
     return numbers
 
 
-def curves(rows: list[dict[str, Any]], arms: Sequence[str], ax: Any) -> None:
-    """Draw the loss of every run over the learning rate, with a line through the means.
+def widths_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a row per arm with the width of its stable range in decades, and its interval."""
+    named = [{**row, "mixer": row["arm"]} for row in rows]
+    numbers = []
+    for summary in ga.train.summarize_sweep(named):
+        interval = summary.decades_interval
+        numbers.append(
+            {
+                "mechanism": summary.mixer,
+                "setting": "decades of stable rates (within 0.1 nats of the best)",
+                "mean": summary.decades,
+                "spread": None if interval is None else "{:.2g} to {:.2g}".format(*interval),
+                "seeds": len({row["seed"] for row in named if row["mixer"] == summary.mixer}),
+            }
+        )
+    return numbers
 
-    A run that diverged has no loss: a cross at the top edge stands for it.
-    """
-    for number, arm in enumerate(arms):
-        by_rate = {lr: loss for lr, loss in means(rows, arm).items() if math.isfinite(loss)}
-        ax.plot(list(by_rate), list(by_rate.values()), color=f"C{number}", label=arm)
-        own = [row for row in rows if row["arm"] == arm and row["status"] in ENDED]
-        there = [(row["lr"], row["loss"]) for row in own if row["loss"] is not None]
-        ax.plot(*zip(*there, strict=True), ".", color=f"C{number}")
-        gone = [row["lr"] for row in own if row["loss"] is None]
-        if gone:
-            ax.plot(gone, [0.98 - 0.03 * number] * len(gone), "x", color=f"C{number}",
-                    transform=ax.get_xaxis_transform())  # fmt: skip
-    ax.set(xscale="log", xlabel="learning rate", ylabel="validation loss (nats)")
-    ax.legend()
+
+def curves(rows: list[dict[str, Any]], ax: Any) -> None:
+    """Draw the loss of every run over the learning rate, with a line through the means."""
+    ga.plot.sweep_curves([{**row, "mixer": row["arm"]} for row in rows], ax=ax)

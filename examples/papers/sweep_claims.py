@@ -22,6 +22,7 @@ from rates import (
     run_arms,
     spread,
     table_of,
+    widths_of,
 )
 
 # Edge networks of 32 hidden units in place of the paper's 256, which take half of the time.
@@ -113,12 +114,12 @@ def measure_sweep(
     rows = run_arms(arguments, arms, rates, seeds, {**shared, "data": data})
     verdict, why = flatter(rows, rates, seeds, too_little)
     return Findings(
-        numbers=table_of(rows, list(arms)),
+        numbers=[*table_of(rows, list(arms)), *widths_of(rows)],
         verdict=verdict,
         why=why,
         runs=kept(rows),
         seeds=list(range(seeds)),
         cpu_hours=cpu_hours(rows),
-        draw=lambda ax: curves(rows, list(arms), ax),
+        draw=lambda ax: curves(rows, ax),
         columns=("validation loss (nats)", "deviation"),
     )

@@ -514,6 +514,27 @@ def test_the_stable_range_has_no_gap():
     assert (summary.stable, summary.open) == ((1e-3, 1e-2), 1)  # what is not known is not stable
 
 
+def test_the_width_of_the_range_has_an_interval_over_seeds():
+    by_seed = {0: (1.0, 1.0, 1.0, 5.0), 1: (1.0, 1.0, 5.0, 5.0), 2: (5.0, 1.0, 1.0, None)}
+    rows = [
+        row_of("mix", lr, loss) | {"seed": seed}
+        for seed, losses in by_seed.items()
+        for lr, loss in zip((1e-4, 1e-3, 1e-2, 1e-1), losses, strict=True)
+    ]
+    (summary,) = summarize_sweep(rows)
+    widths = [2.0, 1.0, 1.0]  # decades
+    half = 4.302653 * statistics.stdev(widths) / math.sqrt(3)  # Student's t, two degrees of freedom
+    expected = (statistics.fmean(widths) - half, statistics.fmean(widths) + half)
+    assert summary.stable is not None
+    assert summary.decades == pytest.approx(math.log10(summary.stable[1] / summary.stable[0]))
+    assert summary.decades_interval == pytest.approx(expected, rel=1e-6)
+    # A seed that has not ended says nothing about the width; one seed alone has no interval.
+    waiting = row_of("mix", 1e-4, None, status="waiting") | {"seed": 3}
+    (summary,) = summarize_sweep([*rows, waiting])
+    assert summary.decades_interval == pytest.approx(expected, rel=1e-6)
+    assert summarize_sweep(rows[:4])[0].decades_interval is None
+
+
 RATES = (1e-5, 5e-5, 7.5e-5, 1e-4, 2.5e-4, 5e-4, 7.5e-4, 1e-3)
 TABLE_2 = {  # validation losses of the consensus paper's Table 2
     "SA": (5.098, 4.105, 3.986, 3.863, 3.770, 7.176, 7.255, 7.201),
@@ -562,6 +583,6 @@ def test_a_tolerance_that_is_none_is_refused(tolerance):
 def test_without_results_nothing_is_said():
     rows = [{"mixer": "dot", "lr": 1.0, "seed": 0, "status": "waiting", "loss": None}]
     assert summarize_sweep(rows) == [
-        MixerSummary("dot", None, None, None, None, None, 1, diverged=0, failed=0, open=1)
+        MixerSummary("dot", *[None] * 7, trials=1, diverged=0, failed=0, open=1)
     ]
     assert ga.train.summarize_sweep([]) == []

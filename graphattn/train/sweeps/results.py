@@ -66,6 +66,10 @@ class MixerSummary:
         stable: lowest and highest rate of the range of stable rates around `best_lr`, see
             :func:`summarize_sweep`.
         highest_loss: the mean loss at the highest stable rate.
+        decades: width of that range, log10(highest / lowest rate). It is as coarse as the rates of
+            the sweep, and a lower bound if the range ends at the lowest or highest of them.
+        decades_interval: confidence interval (95 %, Student's t) of the mean width over seeds, each
+            with the range of its own losses; None for a single seed.
         trials, diverged, failed, open: number of trials, and of those that diverged, failed, or
             have not ended (open).
 
@@ -83,6 +87,8 @@ class MixerSummary:
     spread: float | None
     stable: tuple[float, float] | None
     highest_loss: float | None
+    decades: float | None
+    decades_interval: tuple[float, float] | None
     trials: int
     diverged: int
     failed: int
@@ -116,6 +122,8 @@ def summarize_sweep(
         >>> mix, = ga.train.summarize_sweep(rows, tolerance=0.25)
         >>> mix.best_lr, mix.stable, mix.highest_loss - mix.loss
         (0.01, (0.001, 0.01), 0.0)
+        >>> mix.decades
+        1.0
         >>> ga.train.summarize_sweep(rows, tolerance="25%")[0].stable
         (0.001, 0.03)
     """
@@ -143,15 +151,9 @@ def losses_by_rate(rows: Sequence[Row]) -> dict[float, list[float] | None]:
 
 def _summary(mixer: str, rows: list[Row], rise: float, is_share: bool) -> MixerSummary:
     losses = losses_by_rate(rows)
-    means = {lr: statistics.fmean(values) for lr, values in losses.items() if values}
+    means = _means(losses)
     best = min(means, key=lambda lr: means[lr], default=None)
-    stable = None
-    if best:
-        limit = means[best] + (rise * abs(means[best]) if is_share else rise)
-        limit += 1e-12 * abs(limit)  # rounding
-        near = {lr for lr, loss in means.items() if loss <= limit}
-        # A rate without a result ends the range, as a diverged one does.
-        stable = _around(best, sorted({row["lr"] for row in rows}), near)
+    stable = _stable(rows, rise, is_share)
     there = (losses[best] or []) if best else []
     count = [row["status"] for row in rows].count
     return MixerSummary(
@@ -161,11 +163,55 @@ def _summary(mixer: str, rows: list[Row], rise: float, is_share: bool) -> MixerS
         spread=statistics.stdev(there) if len(there) > 1 else None,
         stable=stable,
         highest_loss=means[stable[1]] if stable else None,
+        decades=math.log10(stable[1] / stable[0]) if stable else None,
+        decades_interval=_interval(_widths(rows, rise, is_share)),
         trials=len(rows),
         diverged=count("diverged"),
         failed=count("failed"),
         open=sum(row["status"] not in (*RESULTS, "failed") for row in rows),
     )
+
+
+def _means(losses: Mapping[float, list[float] | None]) -> dict[float, float]:
+    return {lr: statistics.fmean(values) for lr, values in losses.items() if values}
+
+
+def _stable(rows: list[Row], rise: float, is_share: bool) -> tuple[float, float] | None:
+    """Return the range of stable rates around the best one; None if no trial has finished."""
+    means = _means(losses_by_rate(rows))
+    if not means:
+        return None
+    best = min(means, key=lambda lr: means[lr])
+    limit = means[best] + (rise * abs(means[best]) if is_share else rise)
+    limit += 1e-12 * abs(limit)  # rounding
+    near = {lr for lr, loss in means.items() if loss <= limit}
+    # A rate without a result ends the range, as a diverged one does.
+    return _around(best, sorted({row["lr"] for row in rows}), near)
+
+
+def _widths(rows: list[Row], rise: float, is_share: bool) -> list[float]:
+    """Return the width of the stable range of every seed, in decades.
+
+    A seed whose trials have not all ended is left out: its range would be too narrow.
+    """
+    widths = []
+    for seed in dict.fromkeys(row.get("seed") for row in rows):
+        own = [row for row in rows if row.get("seed") == seed]
+        if all(row["status"] in RESULTS for row in own):
+            found = _stable(own, rise, is_share)
+            widths.append(math.log10(found[1] / found[0]) if found else 0.0)
+    return widths
+
+
+def _interval(values: list[float]) -> tuple[float, float] | None:
+    """Return the 95 % confidence interval of the mean, by Student's t."""
+    if len(values) < 2:
+        return None
+    from scipy.stats import t
+
+    mean, error = statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values))
+    half = float(t.ppf(0.975, len(values) - 1)) * error
+    return mean - half, mean + half
 
 
 def _around(best: float, rates: list[float], stable: set[float]) -> tuple[float, float]:
