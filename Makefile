@@ -8,7 +8,7 @@ CASES ?= 1
 SINCE ?= HEAD
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-most test-all test-nightly slow mutants scatter transformers-oldest bench kernels-check \
+.PHONY: results demo test test-most test-all test-nightly slow mutants scatter transformers-oldest bench kernels-check \
 	kernels-check-all kernels-check-oldest emulate gpu native-check lint docs format clean first-minutes
 
 # Three installations, each on top of the one before: what the demo needs, what tests and tools need,
@@ -93,6 +93,12 @@ transformers-oldest: $(OLDEST)/.installed $(NATIVE)  ## the plug-in with the old
 
 first-minutes:  ## what a newcomer waits for, in a fresh clone: a table
 	$(PYTHON) tests/first_minutes.py
+
+# Experiments about the papers' claims; they continue where they were stopped. DATA= is a folder.
+DATA ?= data
+results: $(TESTED)  ## an experiment about a claim of a paper: NAME=consensus_dna DATA=FOLDER
+	@$(if $(NAME),OMP_NUM_THREADS=1 $(BIN)/python examples/papers/$(NAME).py --data $(DATA) \
+		--processes $(PROCESSES),ls examples/papers)
 
 bench: $(TESTED)  ## every operation beside its peers
 	$(BIN)/graphattn bench

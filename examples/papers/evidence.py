@@ -135,7 +135,46 @@ def write(experiment: Experiment, found: Findings, folder: Path) -> None:
     if found.draw is not None:
         draw(found.draw, figure)
     (folder / f"{experiment.name}.md").write_text(page(record, figure.is_file()), encoding="utf-8")
+    (folder / "index.md").write_text(index(folder), encoding="utf-8")
     print(f"{experiment.name}: {found.verdict}. {found.why}")
+
+
+def index(folder: Path) -> str:
+    """Return the page that lists all records of a folder."""
+    records = [
+        json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))
+    ]
+    hours = sum(record["cpu_hours"] for record in records)
+    rows = []
+    for record in records:
+        verdict = record["verdict"]
+        if verdict == "open":
+            verdict = "begun" if record["numbers"] else "planned"
+        rows.append(f"| [{record['title']}]({record['name']}.md) | {verdict} | {record['why']} |")
+    names = "\n".join(record["name"] for record in records)
+    return INDEX.format(rows="\n".join(rows), hours=f"{hours:.1f}", names=names)
+
+
+INDEX = """\
+# Do the papers hold?
+
+`graphattn verify` checks the theorems of the papers. This page is about their empirical claims, at the scale of a
+laptop. Each experiment has a prediction, and says what would refute it; both are in the history of the project before
+the first number. A claim that does not hold at this scale may hold at that of the paper.
+
+| experiment | result | numbers |
+|---|---|---|
+{rows}
+
+All runs together took {hours} hours of one core. `make results NAME=... DATA=FOLDER` repeats one of them; the folder
+contains the files that its page names. `examples/papers/` has a script for each.
+
+```{{toctree}}
+:hidden:
+
+{names}
+```
+"""
 
 
 def draw(figure_of: Callable[[Any], Any], path: Path) -> None:
