@@ -93,10 +93,12 @@ def main(experiment: Experiment, measure: Measure, given: Sequence[str] | None =
     arguments = parser.parse_args(given)
     folder = Path(arguments.results)
     folder.mkdir(parents=True, exist_ok=True)
+    planned = folder / f"{experiment.name}.json"
     if arguments.plan:
+        if planned.is_file() and json.loads(planned.read_text(encoding="utf-8"))["numbers"]:
+            raise SystemExit(f"{planned} contains numbers, which a plan would erase")
         write(experiment, Findings([], "open", "not measured yet"), folder)
         return
-    planned = folder / f"{experiment.name}.json"
     if not planned.is_file():
         raise SystemExit(f"{planned} is missing: write and commit the prediction first (--plan)")
     check_plan(experiment, json.loads(planned.read_text(encoding="utf-8")))
@@ -158,16 +160,17 @@ def index(folder: Path) -> str:
 INDEX = """\
 # Do the papers hold?
 
-`graphattn verify` checks the theorems of the papers. This page is about their empirical claims, at the scale of a
-laptop. Each experiment has a prediction, and says what would refute it; both are in the history of the project before
-the first number. A claim that does not hold at this scale may hold at that of the paper.
+`graphattn verify` checks the theorems of the papers. This page is about their empirical claims, at
+the scale of a laptop. Each experiment has a prediction, and says what would refute it; both are in
+the history of the project before the first number. A claim that does not hold at this scale may
+hold at that of the paper.
 
 | experiment | result | numbers |
 |---|---|---|
 {rows}
 
-All runs together took {hours} hours of one core. `make results NAME=... DATA=FOLDER` repeats one of them; the folder
-contains the files that its page names. `examples/papers/` has a script for each.
+All runs together took {hours} hours of one core. `make results NAME=... DATA=FOLDER` repeats one of
+them; the folder contains the files that its page names. `examples/papers/` has a script for each.
 
 ```{{toctree}}
 :hidden:
