@@ -1,0 +1,81 @@
+"""Does what a small model shows about high learning rates hold for one that is 24 times larger?"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from consensus_text_causal import FILE, SHARED
+from evidence import Experiment, Findings, Verdict, main
+from rates import (
+    PAPERS_OPTIMIZER,
+    Arm,
+    cpu_hours,
+    curves,
+    kept,
+    losses_at,
+    means,
+    run_arms,
+    table_of,
+)
+from sweep_claims import OPTIONS
+
+RATES = (1e-3, 1e-2)
+SIZE = {"dim": 256, "depth": 6, "heads": 4}
+ARMS = {"sa": Arm("dot"), "sc": Arm("consensus", OPTIONS), "mix": Arm("mix", OPTIONS)}
+OF_SIZE = {**SHARED, "model_options": {**SHARED["model_options"], **SIZE}, "steps": 300}
+TOO_LITTLE = 0.1
+
+EXPERIMENT = Experiment(
+    name="consensus_larger",
+    title="High learning rates in a larger model",
+    paper="Stabilizing Transformer Training Through Consensus, Section 5.1, Tables 2 to 4",
+    claim="The stability and performance benefits persist as model size increases.",
+    prediction="With 4.8 million parameters, the loss at rate 0.01 minus the loss at 0.001 is "
+    "smaller for SC than for SA, and smaller for MIX than for SA.",
+    refuted_if="A difference of SC or of MIX that is at least that of SA. If SA is not 0.1 nats "
+    "worse at 0.01, it is inconclusive.",
+    config={
+        "arms": {name: {"mixer": arm.mixer, **arm.options} for name, arm in ARMS.items()},
+        "rates": RATES,
+        **PAPERS_OPTIMIZER,
+        **OF_SIZE,
+        "files": {FILE: "1.1 MB of Shakespeare's plays"},
+    },
+    notes="One seed and two rates. 300 steps, half of those of the small model.",
+)
+
+
+def judged(rows: list[dict[str, Any]]) -> tuple[Verdict, str]:
+    counts = [len(losses_at(rows, arm, lr)) for arm in ARMS for lr in RATES]
+    if min(counts) < 1:
+        return "open", f"{sum(counts)} of {len(counts)} runs are done."
+    worse = {arm: means(rows, arm)[RATES[1]] - means(rows, arm)[RATES[0]] for arm in ARMS}
+    why = "Loss at 0.01 minus loss at 0.001: " + ", ".join(
+        f"{arm.upper()} {value:+.3f}" for arm, value in worse.items()
+    )
+    if worse["sa"] < TOO_LITTLE:
+        return "inconclusive", f"{why}."
+    both = max(worse["sc"], worse["mix"]) < worse["sa"]
+    return ("held" if both else "not held"), f"{why}."
+
+
+def measure(arguments: Namespace) -> Findings:
+    shared = {**OF_SIZE, "data": str(Path(arguments.data) / FILE)}
+    rows = run_arms(arguments, ARMS, RATES, 1, shared)
+    verdict, why = judged(rows)
+    return Findings(
+        numbers=table_of(rows, list(ARMS)),
+        verdict=verdict,
+        why=why,
+        runs=kept(rows),
+        seeds=[0],
+        cpu_hours=cpu_hours(rows),
+        draw=lambda ax: curves(rows, ax),
+        columns=("validation loss (nats)", "deviation"),
+    )
+
+
+if __name__ == "__main__":
+    main(EXPERIMENT, measure)
