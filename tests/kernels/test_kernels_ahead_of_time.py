@@ -171,7 +171,7 @@ def needs_rocm(row: dict[str, Any]) -> None:
         pytest.skip("this Triton links for AMD with ROCm's own linker, which is not here")
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_command_succeeds_and_states_versions_not_times(sound: Any, folder: Path) -> None:
     run, table = sound
     for row in table.values():

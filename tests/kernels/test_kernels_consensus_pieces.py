@@ -232,7 +232,7 @@ def test_autocast_around_the_backward_changes_nothing(device: str) -> None:
         assert (ours - theirs).abs().max() <= 1e-4 * theirs.abs().max()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_many_groups_add_up_in_float32(device: str) -> None:
     case = Case(ga.window_path_graph(6, 1), batch=(40,), heads=1, features=2, xi=3)
     tensors = {name: x.bfloat16() for name, x in layered(case, 1).items()}

@@ -5,7 +5,6 @@ import torch
 from part_cases import CASES, Case, check, is_left_to_the_parts
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize(("graph", "score", "biased"), CASES)
 def test_parts_add_up(graph: str, score: str, biased: bool, device: str) -> None:
     case = Case(graph, score, biased=biased, valid=True, kv=1)

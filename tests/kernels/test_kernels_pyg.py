@@ -201,7 +201,7 @@ MILLION = {
 }
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", MILLION)
 def test_a_million_edges(name: str, device: str) -> None:
     generator, build, layer = MILLION[name]

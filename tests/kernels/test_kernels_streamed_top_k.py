@@ -115,8 +115,11 @@ def test_every_kind_of_window_has_its_choice(graph: str, valid: str, device: str
 @pytest.mark.parametrize(
     "logits",
     [
-        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("normal", "two values")),
-        *("Cauchy", "everything"),
+        *(
+            pytest.param(name, marks=pytest.mark.nightly)
+            for name in ("normal", "two values", "everything")
+        ),
+        "Cauchy",
     ],
 )
 def test_a_long_window_writes_many_candidates_down(logits: str, device: str) -> None:

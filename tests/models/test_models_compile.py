@@ -130,7 +130,7 @@ def test_graphs_can_be_built_inside_what_is_compiled(name: str) -> None:
     assert compilations(layer, call, inputs) <= 2
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_sequence_shorter_than_the_window_comes_after_longer_ones() -> None:
     model = encoder("mix", window=5)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")

@@ -494,7 +494,10 @@ def test_weights_of_other_windows_are_refused_and_of_other_image_sizes_taken():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("mixer", "depths"), [("dot", (2, 1)), ("krause", (2,))])
+@pytest.mark.parametrize(
+    ("mixer", "depths"),
+    [("dot", (1, 1)), pytest.param("krause", (2,), marks=pytest.mark.nightly)],
+)
 def test_it_compiles_whole_for_all_sizes(mixer, depths):
     """One compilation for the first size, one for any that windows divide alike."""
     torch._dynamo.reset()

@@ -380,7 +380,7 @@ def test_a_case_that_was_cut_off_goes_on_behind_the_launches_that_are_timed(monk
     assert len(everything) > 3
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_what_was_compiled_ahead_is_found_again(tmp_path) -> None:
     """A second process compiles nothing: it finds all kernels in the folder."""
     folder = tmp_path / "ahead"
