@@ -496,7 +496,11 @@ def test_weights_of_other_windows_are_refused_and_of_other_image_sizes_taken():
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("mixer", "depths"),
-    [("dot", (1, 1)), pytest.param("krause", (2,), marks=pytest.mark.nightly)],
+    [
+        ("dot", (1,)),
+        pytest.param("dot", (2, 1), marks=pytest.mark.nightly),
+        pytest.param("krause", (2,), marks=pytest.mark.nightly),
+    ],
 )
 def test_it_compiles_whole_for_all_sizes(mixer, depths):
     """One compilation for the first size, one for any that windows divide alike."""
