@@ -30,7 +30,13 @@ from graphattn.data.files import (
 from graphattn.data.genbank import GenBankRecord, read_genbank
 from graphattn.data.images import read_idx
 from graphattn.data.splits import Part, split_corpus
-from graphattn.data.structures import Structure, StructureTokenizer, read_structure
+from graphattn.data.structures import (
+    STRUCTURE_CONTEXT,
+    Structure,
+    StructureTokenizer,
+    read_structure,
+    structure_context,
+)
 from graphattn.data.text import CharacterTokenizer
 from graphattn.data.tokenizers import (
     ByteTokenizer,
@@ -43,6 +49,7 @@ from graphattn.data.windows import Windows
 
 __all__ = [
     "MAX_BYTES",
+    "STRUCTURE_CONTEXT",
     "ByteTokenizer",
     "CharacterTokenizer",
     "Corpus",
@@ -70,5 +77,6 @@ __all__ = [
     "save_tokenizer",
     "sniff_format",
     "split_corpus",
+    "structure_context",
     "tokenizer_for_sequence",
 ]

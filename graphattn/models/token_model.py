@@ -41,13 +41,18 @@ class TokenModel(BlockStack):
     # The parts of `forward` that models share.
 
     def _logits_of(self, tokens: Tensor, graph: Any, **given: Any) -> Tensor:
-        """Encode tokens and apply the head.
+        """Encode tokens and apply the head."""
+        return self._apply_head(self._features_of(tokens, graph, **given))
+
+    def _features_of(self, tokens: Tensor, graph: Any, **given: Any) -> Tensor:
+        """Encode tokens.
 
         A subclass may have an `encode` without the rarer arguments, so None is not passed on.
         """
         encode: Any = self.encode
         given = {name: value for name, value in given.items() if value is not None}
-        return self._apply_head(encode(tokens, graph, **given))
+        features: Tensor = encode(tokens, graph, **given)
+        return features
 
     def _apply_head(self, features: Tensor) -> Tensor:
         return self.head(features)

@@ -14,6 +14,7 @@ from torch.utils.data import Sampler
 from graphattn.data import TokenBatches
 from graphattn.graphs import TokenGraph
 from graphattn.graphs import batch as side_by_side
+from graphattn.models.proteins.source_tracks import LETTERS
 from graphattn.train.checks import described, is_integer
 from graphattn.train.objectives.objective import Batch, Example
 
@@ -110,14 +111,15 @@ def collate_tokens(examples: Sequence[Example], labels: str | None = None) -> Ba
 
     Args:
         examples: dicts with "tokens", a LongTensor [N]. All of them, or none, may have "positions"
-            [N] and a "structure"; any may have a "context", a dict of tracks, as in
+            [N] and a "structure"; any may have a "context" and "tracks", dicts as in
             :class:`~graphattn.models.ProteinModel`. Names and groups are ignored.
         labels: key of the labels [N] or [N, targets], one per token.
 
     Returns:
         A dict with "tokens" [B, N]; "valid", bool [B, N], if lengths differ; and, if the examples
-        have them, "structure" (a list), "positions", "context" and `labels`. Padding has position
-        0, unknown rows of tracks (-1 or NaN) and missing labels (:data:`MISSING_LABEL` or NaN).
+        have them, "structure" (a list), "positions", "context", "tracks" and `labels`. Padding has
+        position 0, unknown rows of context (-1 or NaN), unknown codes of tracks (-1), and missing
+        labels (:data:`MISSING_LABEL` or NaN).
     """
     tokens = [_tokens(example) for example in checked(examples)]
     lengths = torch.tensor([len(row) for row in tokens])
@@ -135,6 +137,8 @@ def collate_tokens(examples: Sequence[Example], labels: str | None = None) -> Ba
         batch[labels] = _padded(rows, MISSING_LABEL)
     if context := _context(examples):
         batch["context"] = context
+    if tracks := _tracks(examples):
+        batch["tracks"] = tracks
     return batch
 
 
@@ -230,6 +234,25 @@ def _context(examples: Sequence[Example]) -> dict[str, Tensor]:
     return joined
 
 
+def _tracks(examples: Sequence[Example]) -> dict[str, Tensor]:
+    """Join source tracks; the codes of a sequence without a track are unknown."""
+    names = dict.fromkeys(name for example in examples for name in example.get("tracks") or ())
+    joined = {}
+    for name in names:
+        rows = []
+        for example in examples:
+            size = len(example["tokens"])
+            codes = (example.get("tracks") or {}).get(name, torch.full((size,), -1))
+            if not is_integer(codes) or codes.shape != (size,):
+                raise ValueError(
+                    f"tracks[{name!r}] must be integers [N], one code per token ({size}), got "
+                    f"{described(codes)}{_of(example)}"
+                )
+            rows.append(codes.long())
+        joined[name] = _padded(rows, -1)
+    return joined
+
+
 def _padded(rows: Sequence[Tensor], fill: int) -> Tensor:
     """Join rows [N, *] into [B, N, *]; a `fill` other than 0 becomes NaN for floating point."""
     shapes = {(tuple(row.shape[1:]), row.dtype) for row in rows}
@@ -272,9 +295,34 @@ def outputs_at(
 ) -> Tensor:
     """Return a model's outputs for the n tokens of a batch that are True in `where`, [n, K].
 
-    If `packed`, sequences of unequal lengths are packed for the call.
+    If `packed`, sequences of unequal lengths are packed for the call. For a model with source
+    tracks, the outputs are those of the letters.
     """
     outputs, is_packed = call(model, tokens, batch, packed=packed)
+    return _at(where, outputs, tokens, batch, is_packed)
+
+
+def outputs_of_tracks(
+    model: nn.Module,
+    tokens: Tensor,
+    batch: Batch,
+    where: Mapping[str, Tensor],
+    *,
+    packed: bool = False,
+) -> dict[str, Tensor]:
+    """Return a model's outputs for the n tokens of each source track that are True, [n, K]."""
+    outputs, is_packed = _call(model, tokens, batch, packed)
+    if missing := [name for name in where if name not in outputs]:
+        raise ValueError(
+            f"model must have the source track {missing[0]!r}, as ProteinModel(..., tracks=...) "
+            f"has, got outputs for {', '.join(outputs)}"
+        )
+    return {
+        name: _at(places, outputs[name], tokens, batch, is_packed) for name, places in where.items()
+    }
+
+
+def _at(where: Tensor, outputs: Tensor, tokens: Tensor, batch: Batch, is_packed: bool) -> Tensor:
     if outputs.dim() != (2 if is_packed else 3):
         raise ValueError(
             "model must return a tensor [B, N, K] for tokens [B, N], with K numbers per token, "
@@ -308,10 +356,19 @@ def call(
 ) -> tuple[Tensor, bool]:
     """Return a model's output, and whether its tokens are packed.
 
-    A structure is passed to models that read structures; other models get only the sequence.
+    A structure is passed to models that read structures; other models get only the sequence. For a
+    model with source tracks, the output is that of the letters.
     """
+    outputs, is_packed = _call(model, tokens, batch, packed)
+    return outputs[LETTERS], is_packed
+
+
+def _call(
+    model: nn.Module, tokens: Tensor, batch: Batch, packed: bool
+) -> tuple[dict[str, Tensor], bool]:
+    """Return a model's output for every source track, and whether its tokens are packed."""
     inside, valid = unwrapped(model), batch.get("valid")
-    given = {name: batch.get(name) for name in ("positions", "context", "structure")}
+    given = {name: batch.get(name) for name in ("positions", "context", "structure", "tracks")}
     if getattr(inside, "structure", False) is not True:
         given["structure"] = None
     if given["structure"] is not None:
@@ -323,13 +380,17 @@ def call(
         tokens = tokens[valid]
         if given["positions"] is not None:
             given["positions"] = given["positions"][valid]
+        if given["tracks"] is not None:
+            given["tracks"] = {name: codes[valid] for name, codes in given["tracks"].items()}
         given["context"] = _packed_context(inside, given["context"], valid)
         if given["structure"] is None:
             given["graph"] = packed_graphs(inside, valid.sum(-1).tolist())
     outputs = model(tokens, **{k: v for k, v in given.items() if v is not None})
-    if not isinstance(outputs, Tensor) or not outputs.is_floating_point():
-        raise ValueError(f"model must return a floating-point tensor, got {described(outputs)}")
-    return outputs, is_packed
+    by_track = outputs if isinstance(outputs, dict) and LETTERS in outputs else {LETTERS: outputs}
+    for output in by_track.values():
+        if not isinstance(output, Tensor) or not output.is_floating_point():
+            raise ValueError(f"model must return a floating-point tensor, got {described(output)}")
+    return by_track, is_packed
 
 
 def packed_graphs(model: Any, lengths: Sequence[int]) -> list[TokenGraph]:

@@ -195,19 +195,20 @@ def _check(model: Any, objective: Any, config: Any, train: Any, validation: Any)
 
 
 def _check_tracks(model: nn.Module, train: Sequence[Example]) -> None:
-    """Raise if a model has tracks of context that no example has: they would not be trained."""
-    tracks = getattr(model, "context", None)
-    if not isinstance(tracks, Mapping) or not tracks:
-        return
-    examples = [train[place] for place in range(min(len(train), LOOKED_AT))]
-    contexts = [example.get("context") or () for example in examples if isinstance(example, dict)]
-    given = set().union(*contexts)
-    if missing := [name for name in tracks if name not in given]:
-        raise ValueError(
-            f"context must have only tracks of the examples, got {', '.join(missing)}, which is in "
-            f"none of the first {len(examples)} examples: give every example a 'context', or make "
-            "the model without these tracks"
-        )
+    """Raise if a model has context or tracks that no example has: they would not be trained."""
+    for key, attribute in (("context", "context"), ("tracks", "source_tracks")):
+        tracks = getattr(model, attribute, None)
+        if not isinstance(tracks, Mapping) or not tracks:
+            continue
+        examples = [train[place] for place in range(min(len(train), LOOKED_AT))]
+        found = [example.get(key) or () for example in examples if isinstance(example, dict)]
+        given = set().union(*found)
+        if missing := [name for name in tracks if name not in given]:
+            raise ValueError(
+                f"{key} must have only tracks of the examples, got {', '.join(missing)}, which is "
+                f"in none of the first {len(examples)} examples: give every example {key!r}, or "
+                "make the model without these tracks"
+            )
 
 
 def _arguments(config: RunConfig, *, evaluates: bool) -> Any:

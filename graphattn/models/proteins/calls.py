@@ -23,6 +23,7 @@ from graphattn.models.mixers import Reach
 from graphattn.models.proteins.context_steps import Track, TrackEmbeddings
 from graphattn.models.proteins.residue_edges import ResidueEdges, Residues
 from graphattn.models.proteins.scores import ProteinScores
+from graphattn.models.proteins.source_tracks import SourceTracks
 from graphattn.models.stack import BlockGraph, Graphs, one_each
 from graphattn.nn.rotary import check_positions
 
@@ -179,7 +180,8 @@ class ProteinCall(NamedTuple):
     residues: Residues
     edge_features: Any
     known: dict[Any, Tensor]  # features of edges, one tensor per graph
-    tracks: dict[str, Track]
+    context: dict[str, Track]
+    codes: dict[str, Tensor]  # of source tracks, in the shape of the tokens
 
 
 class ProteinCalls(ProteinScores):
@@ -193,6 +195,7 @@ class ProteinCalls(ProteinScores):
     context_window: int
     edge_maps: nn.ModuleDict
     tracks: TrackEmbeddings
+    sources: SourceTracks
 
     def _lay_out(self, structure: Any, tokens: Any) -> ProteinLayout:
         """Check the structures of a call and lay them out in its tokens."""
@@ -231,6 +234,7 @@ class ProteinCalls(ProteinScores):
         positions: Any,
         edge_features: Any,
         context: Any,
+        tracks: Any,
     ) -> ProteinCall:
         if edge_features is not None:
             if graph is None:
@@ -246,7 +250,7 @@ class ProteinCalls(ProteinScores):
         _check_shards(graph, structure)
         layout: ProteinLayout | None = None
         rows: tuple[int, ...] = ()
-        batch = tuple(tokens.shape[:-1]) if isinstance(tokens, Tensor) else ()
+        shape = tuple(tokens.shape) if isinstance(tokens, Tensor) else ()
         if structure is not None:
             if positions is not None:
                 raise ValueError(
@@ -261,10 +265,13 @@ class ProteinCalls(ProteinScores):
             check_positions(positions, tokens.shape)
         if layout is not None:
             positions = layout.residues.positions
-            if layout.valid is not None:  # join the rows into one sequence, with their padding
-                rows = layout.rows
+            if layout.valid is not None:
                 valid = layout.valid if valid is None else valid & layout.valid
-                tokens, valid = tokens.flatten(), valid.flatten()
+        codes = self.sources.readable(tracks, shape, valid)
+        if layout is not None and layout.valid is not None and valid is not None:
+            rows = layout.rows  # join the rows into one sequence, with their padding
+            tokens, valid = tokens.flatten(), valid.flatten()
+            codes = {name: of_track.flatten() for name, of_track in codes.items()}
         graphs = list(self.graph_of_blocks(graph, tokens.shape[-1]))
         residues = layout.residues if layout is not None else Residues(positions=positions)
         given = {"valid": valid, "positions": positions}
@@ -277,9 +284,10 @@ class ProteinCalls(ProteinScores):
             edge_features,
             {},
             {},
+            codes,
         )
         if context is not None:
-            call.tracks.update(self._tracks(context, call, layout, batch))
+            call.context.update(self._tracks(context, call, layout, shape[:-1]))
         return call
 
     def _of_edges(self, place: int, graph: BlockGraph, call: ProteinCall) -> dict[str, Tensor]:

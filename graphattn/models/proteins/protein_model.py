@@ -14,6 +14,7 @@ from graphattn.models.mixers import Mixer, check_rope, mixers, one_per_block
 from graphattn.models.proteins.calls import ProteinCalls
 from graphattn.models.proteins.context_steps import ContextSteps, TrackEmbeddings, checked_context
 from graphattn.models.proteins.residue_edges import ResidueEdges
+from graphattn.models.proteins.source_tracks import LETTERS, SourceTracks, checked_tracks
 from graphattn.models.stack import OF_EDGES, Graphs
 from graphattn.nn import EdgeProjection, PreNormBlock, SelfConsensus
 
@@ -37,7 +38,12 @@ class ProteinModel(ProteinCalls):
     structure, attention sees all residues of the call, and consensus (and attention in a window)
     sees those up to `window` positions away; the distance features are then 0.
 
-    **Tracks.** `context` contains further inputs per residue (such as secondary structure or
+    **Source tracks.** `tracks` are further tokens per residue that the model reads and guesses as
+    it does the letters, such as the codes of a :class:`graphattn.data.StructureTokenizer`. Their
+    embeddings are added to those of the letters, and each track has a head. A track's mask token is
+    the number after its last code; a track that a call does not give is masked everywhere.
+
+    **Context.** `context` contains further inputs per residue (such as secondary structure or
     solvent accessibility) and other chains. In every n-th block, before the mixer, the tokens see
     each track: by cross-consensus if the model has consensus layers, by cross-attention if it has
     none (Appendix E.1 of the consensus paper). A residue sees the rows of a track around its own
@@ -65,6 +71,8 @@ class ProteinModel(ProteinCalls):
             it.
         context_window: how many rows of a track a residue sees on each side of its own.
         context_mixer: "auto", "consensus" or "attention".
+        tracks: names of source tracks beside the letters, and the number of codes of each, such as
+            ``{"structure": 512}``.
         rope: whether all layers use rotary positions; with "isometric", consensus layers keep their
             guarantees (attention layers then use the usual rotation).
         mlp_ratio: hidden width of the perceptrons, in units of `dim`.
@@ -87,15 +95,18 @@ class ProteinModel(ProteinCalls):
           classes; another chain is integers [*, M]. Integers below 0 and rows with NaN or infinity
           are unknown. A pair (track, graph) gives the graph from residues to rows of the track
           (keyword)
-        - **output**: [*, N, 21]
+        - **tracks**: dict of codes of source tracks, integers [*, N], or [N] for every sequence;
+          integers below 0 are unknown, and read as the mask token (keyword)
+        - **output**: [*, N, 21]; with source tracks, a dict of logits: "sequence" [*, N, 21], and
+          [*, N, codes] for every track by its name
 
     Raises:
         ValueError: if an argument is not allowed; the message names it and says what is allowed.
 
     Source:
-        Stabilizing Transformer Training Through Consensus, Section 5.1 and Appendix E.1, for tracks
-        and cross-consensus; ProteinMPNN (Dauparas et al., 2022) for the features of edges; ESM-1v
-        (Meier et al., 2021) for scores of mutations.
+        Stabilizing Transformer Training Through Consensus, Section 5.1 and Appendix E.1, for source
+        tracks, context and cross-consensus; ProteinMPNN (Dauparas et al., 2022) for the features of
+        edges; ESM-1v (Meier et al., 2021) for scores of mutations.
 
     Example:
         >>> import torch, graphattn as ga
@@ -109,6 +120,11 @@ class ProteinModel(ProteinCalls):
         torch.Size([4, 21])
         >>> model.score_mutations(structure, ["W2F", "G1A:K3R"]).shape
         torch.Size([2])
+        >>> both = ga.models.ProteinModel(32, depth=2, heads=4, tracks={"structure": 512})
+        >>> codes = torch.tensor([7, 500, -1, 3])  # the third is unknown
+        >>> logits = both(torch.tensor([5, 18, 8, 0]), tracks={"structure": codes})
+        >>> {name: tuple(of_track.shape) for name, of_track in logits.items()}
+        {'sequence': (4, 21), 'structure': (4, 512)}
     """
 
     options_of_parts: ClassVar = frozenset({"heads", "mixer_options", "rope"})
@@ -131,6 +147,7 @@ class ProteinModel(ProteinCalls):
         context_every: int = 2,
         context_window: int = 2,
         context_mixer: Literal["auto", "consensus", "attention"] = "auto",
+        tracks: Mapping[str, int] | None = None,
         rope: bool | Literal["isometric"] = True,
         mlp_ratio: float = 4.0,
         dropout: float = 0.0,
@@ -179,6 +196,8 @@ class ProteinModel(ProteinCalls):
         self.context_window = as_int("context_window", context_window, 1)
         self.norm = nn.LayerNorm(dim)
         self.head = nn.Linear(dim, self.tokenizer.vocab_size)
+        self.source_tracks = checked_tracks(tracks)
+        self.sources = SourceTracks(self.source_tracks, dim)
         nn.init.normal_(self.embedding.weight, std=0.02)
 
     def _make_edge_maps(self, heads: int) -> None:
@@ -233,7 +252,7 @@ class ProteinModel(ProteinCalls):
         """Initialise every parameter again."""
         nn.init.normal_(self.embedding.weight, std=0.02)
         parts = [*self.blocks, *self.edge_maps.values(), *self.context_steps.values()]
-        for part in (*parts, self.tracks, self.norm, self.head):
+        for part in (*parts, self.tracks, self.norm, self.head, self.sources):
             part.reset_parameters()
 
     def graphs(self, num_tokens: int | None = None, *, structure: Any = None) -> list[TokenGraph]:
@@ -278,14 +297,17 @@ class ProteinModel(ProteinCalls):
         positions: Tensor | None = None,
         edge_features: Tensor | Sequence[Tensor | None] | None = None,
         context: Mapping[str, Any] | None = None,
+        tracks: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
         """Return the features before the head, [*, N, dim]."""
-        call = self._call(tokens, graph, structure, valid, positions, edge_features, context)
-        x = self.embedding(call.tokens)
+        call = self._call(
+            tokens, graph, structure, valid, positions, edge_features, context, tracks
+        )
+        x = self.sources.add_to(self.embedding(call.tokens), call.codes)
         for place, (block, block_graph) in enumerate(zip(self.blocks, call.graphs, strict=True)):
-            if call.tracks and str(place) in self.context_steps:
+            if call.context and str(place) in self.context_steps:
                 steps: Any = self.context_steps[str(place)]
-                x = steps(x, call.tracks)
+                x = steps(x, call.context)
             of_edges = self._of_edges(place, block_graph, call)
             x = self.run_block(block, x, block_graph, **call.given, **of_edges)
         return self.norm(x).unflatten(-2, call.rows) if call.rows else self.norm(x)
@@ -300,9 +322,10 @@ class ProteinModel(ProteinCalls):
         positions: Tensor | None = None,
         edge_features: Tensor | Sequence[Tensor | None] | None = None,
         context: Mapping[str, Any] | None = None,
-    ) -> Tensor:
-        """Return logits over the letters for every residue, [*, N, 21]."""
-        return self._logits_of(
+        tracks: Mapping[str, Tensor] | None = None,
+    ) -> Tensor | dict[str, Tensor]:
+        """Return logits over the letters for every residue, [*, N, 21]; or a dict of all tracks."""
+        features = self._features_of(
             tokens,
             graph,
             structure=structure,
@@ -310,4 +333,7 @@ class ProteinModel(ProteinCalls):
             positions=positions,
             edge_features=edge_features,
             context=context,
+            tracks=tracks,
         )
+        logits = self._apply_head(features)
+        return {LETTERS: logits, **self.sources.logits(features)} if self.source_tracks else logits

@@ -1,40 +1,32 @@
-"""Embeddings and scores of a protein model, for sequences of letters and structures.
-
-Scores are of substitutions, which are written as text: "A42G" is residue A at number 42 that
-becomes G.
-"""
+"""Embeddings and scores of a protein model, for sequences of letters and structures."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
 
 from graphattn.data import ProteinTokenizer, Structure
 from graphattn.graphs import TokenGraph, batch
-from graphattn.graphs.arguments import as_choice, as_int
+from graphattn.graphs.arguments import as_int
+from graphattn.models.proteins.mutations import Mutation, parsed
 from graphattn.models.token_model import TokenModel
 
 Protein = str | Structure
 Proteins = list[Protein] | tuple[Protein, ...]
 Context = Mapping[str, Any] | None
-AMINO_ACIDS = "ACDEFGHIKLMNPQRSTVWY"
-NUMBERINGS = ("sequence", "structure")
-_SUBSTITUTION = re.compile(
-    r"(?:(?P<chain>[^/:]+)/)?(?P<wild>[A-Za-z])(?P<number>-?\d+)(?P<code>[A-Za-z]?)(?P<to>[A-Za-z])"
-)
-_EXAMPLE = "a substitution such as 'A42G', or several such as 'A42G:L50P'"
+Tracks = Mapping[str, Tensor] | None
+Logits = Any  # a tensor [N, 21]; with source tracks, a dict with one tensor per track
 
 
 class ProteinScores(TokenModel):
     """Embeddings, logits and scores of mutations, without gradients and without dropout.
 
-    Subclasses need ``encode(tokens, graph, *, structure, valid, context)``, which returns the
-    features before the head, and an attribute `structure`: whether they read structures.
+    Subclasses need ``encode(tokens, graph, *, structure, valid, context, tracks)``, which returns
+    the features before the head, and an attribute `structure`: whether they read structures.
     """
 
     tokenizer: ProteinTokenizer
@@ -43,16 +35,31 @@ class ProteinScores(TokenModel):
 
     @overload
     def embed(
-        self, proteins: Protein, *, context: Context = None, batch_size: int = 8
+        self,
+        proteins: Protein,
+        *,
+        context: Context = None,
+        tracks: Tracks = None,
+        batch_size: int = 8,
     ) -> Tensor: ...
 
     @overload
     def embed(
-        self, proteins: Proteins, *, context: Context = None, batch_size: int = 8
+        self,
+        proteins: Proteins,
+        *,
+        context: Context = None,
+        tracks: Tracks = None,
+        batch_size: int = 8,
     ) -> list[Tensor]: ...
 
     def embed(
-        self, proteins: Protein | Proteins, *, context: Context = None, batch_size: int = 8
+        self,
+        proteins: Protein | Proteins,
+        *,
+        context: Context = None,
+        tracks: Tracks = None,
+        batch_size: int = 8,
     ) -> Tensor | list[Tensor]:
         """Return the features of every residue before the head, [N, dim], or a list of these.
 
@@ -60,7 +67,8 @@ class ProteinScores(TokenModel):
             proteins: a sequence of letters, a Structure, or a list of these. Gaps ``-`` in a
                 sequence are removed. A model made with ``structure=False`` reads the chains of a
                 Structure as separate sequences.
-            context: the tracks of one protein, as in the call of the model.
+            context: the context of one protein, as in the call of the model.
+            tracks: codes of the source tracks of one protein, as in the call of the model.
             batch_size: how many proteins of a list are computed together.
 
         Raises:
@@ -76,30 +84,46 @@ class ProteinScores(TokenModel):
             [4, 2]
         """
         run: Any = self.encode
-        return self._of_proteins(run, proteins, context, batch_size)
+        return self._of_proteins(run, proteins, batch_size, context=context, tracks=tracks)
 
     @overload
     def logits(
-        self, proteins: Protein, *, context: Context = None, batch_size: int = 8
-    ) -> Tensor: ...
+        self,
+        proteins: Protein,
+        *,
+        context: Context = None,
+        tracks: Tracks = None,
+        batch_size: int = 8,
+    ) -> Logits: ...
 
     @overload
     def logits(
-        self, proteins: Proteins, *, context: Context = None, batch_size: int = 8
-    ) -> list[Tensor]: ...
+        self,
+        proteins: Proteins,
+        *,
+        context: Context = None,
+        tracks: Tracks = None,
+        batch_size: int = 8,
+    ) -> list[Logits]: ...
 
     def logits(
-        self, proteins: Protein | Proteins, *, context: Context = None, batch_size: int = 8
-    ) -> Tensor | list[Tensor]:
+        self,
+        proteins: Protein | Proteins,
+        *,
+        context: Context = None,
+        tracks: Tracks = None,
+        batch_size: int = 8,
+    ) -> Logits | list[Logits]:
         """Return the logits of the letters at every residue, without masking, [N, 21].
 
-        Column t belongs to the letter ``model.tokenizer.vocabulary[t]``.
+        Column t belongs to the letter ``model.tokenizer.vocabulary[t]``. A model with source tracks
+        returns a dict: "sequence" [N, 21], and the logits of every track by its name.
 
         Args:
-            proteins, context, batch_size: as in :meth:`embed`.
+            proteins, context, tracks, batch_size: as in :meth:`embed`.
         """
         run: Any = self
-        return self._of_proteins(run, proteins, context, batch_size)
+        return self._of_proteins(run, proteins, batch_size, context=context, tracks=tracks)
 
     def score_mutations(
         self,
@@ -108,6 +132,7 @@ class ProteinScores(TokenModel):
         *,
         numbering: str = "sequence",
         context: Context = None,
+        tracks: Tracks = None,
         batch_size: int = 8,
     ) -> Tensor:
         r"""Return log-odds of substitutions: above 0 if the model finds the mutant more likely.
@@ -127,7 +152,9 @@ class ProteinScores(TokenModel):
             numbering: "sequence" counts the residues from 1; "structure" uses the residue numbers
                 of the Structure, with insertion codes ("A52AG" is residue 52A), and with the chain
                 if several chains have the number ("B/A42G").
-            context: the tracks of the protein, as in the call of the model.
+            context: the context of the protein, as in the call of the model.
+            tracks: codes of its source tracks, as in the call of the model. They are read at masked
+                residues, too: set a track to -1 there if it tells the letter.
             batch_size: how many masked copies are computed together.
 
         Returns:
@@ -161,7 +188,9 @@ class ProteinScores(TokenModel):
                 row = torch.arange(len(some))
                 masked = tokens.repeat(len(some), 1)
                 masked[row, some] = self.mask_token
-                out = self(self._here(masked), **call, **_given(context)).float().cpu()
+                given = _given(context=context, tracks=tracks)
+                out = self(self._here(masked), **call, **given)
+                out = (out["sequence"] if isinstance(out, dict) else out).float().cpu()
                 logits.update(zip(some.tolist(), out[row, some], strict=True))
         token_of = {letter: token for token, letter in enumerate(self.tokenizer.vocabulary)}
 
@@ -210,33 +239,30 @@ class ProteinScores(TokenModel):
         return [batch(of_block) for of_block in zip(*map(self.graphs, sizes), strict=True)]
 
     def _of_proteins(
-        self, run: Callable[..., Tensor], proteins: Any, context: Any, batch_size: int
-    ) -> Tensor | list[Tensor]:
+        self, run: Callable[..., Any], proteins: Any, batch_size: int, **inputs: Any
+    ) -> Any:
         """Return the result of `run` for every residue of one protein, or of each of a list."""
         batch_size = as_int("batch_size", batch_size, 1)
         if isinstance(proteins, Protein):
             tokens, call = self._as_call(proteins)
             with evaluating(self):
-                return run(self._here(tokens), **call, **_given(context))
+                return run(self._here(tokens), **call, **_given(**inputs))
         if not isinstance(proteins, list | tuple):
             raise ValueError(
                 "proteins must be a sequence of letters, a Structure, or a list of them, got "
                 f"{type(proteins).__name__}"
             )
-        if context is not None:
+        for name, value in _given(**inputs).items():
             raise ValueError(
-                f"context must be None for a list of proteins, got {type(context).__name__}: pass "
-                "each protein with its context in a separate call"
+                f"{name} must be None for a list of proteins, got {type(value).__name__}: pass "
+                f"each protein with its {name} in a separate call"
             )
         calls = [self._as_call(protein) for protein in proteins]
-        results: dict[int, Tensor] = {}
+        results: dict[int, Any] = {}
         with evaluating(self):
             for some in _batches(calls, batch_size):
                 tokens, call, sizes = self._together([calls[n] for n in some])
-                out = run(tokens, **call)
-                rows = out.split(sizes) if out.dim() == 2 else out  # packed, or padded
-                for n, row, size in zip(some, rows, sizes, strict=True):
-                    results[n] = row[:size]
+                results.update(zip(some, _of_each(run(tokens, **call), sizes), strict=True))
         return [results[n] for n in range(len(calls))]
 
     def _together(
@@ -257,8 +283,17 @@ class ProteinScores(TokenModel):
         return packed, {"graph": [batch(of_block) for of_block in graphs]}, sizes
 
 
-def _given(context: Any) -> dict[str, Any]:
-    return {} if context is None else {"context": context}
+def _given(**inputs: Any) -> dict[str, Any]:
+    return {name: value for name, value in inputs.items() if value is not None}
+
+
+def _of_each(out: Tensor | dict[str, Tensor], sizes: list[int]) -> list[Any]:
+    """Split the output of a call into those of its proteins."""
+    if isinstance(out, dict):
+        parts = zip(*(_of_each(of_track, sizes) for of_track in out.values()), strict=True)
+        return [dict(zip(out, of_one, strict=True)) for of_one in parts]
+    rows = out.split(sizes) if out.dim() == 2 else out  # packed, or padded
+    return [row[:size] for row, size in zip(rows, sizes, strict=True)]
 
 
 def _batches(calls: list[tuple[Tensor, dict[str, Any]]], batch_size: int) -> Iterator[list[int]]:
@@ -285,108 +320,3 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for part in training:
             part.training = True
-
-
-# Substitutions as text.
-
-
-class Mutation(NamedTuple):
-    """One substitution."""
-
-    residue: int  # index, from 0
-    wild: str
-    mutant: str
-
-
-def parsed(text: Any, sequence: str, structure: Any, numbering: str) -> list[Mutation]:
-    """Parse the substitutions of a mutant, "A42G" or "A42G:L50P".
-
-    `numbering` "sequence" counts residues from 1. "structure" uses the numbers of the structure,
-    with an insertion code ("A52AG": 52A) and, if several chains have a number, the chain
-    ("B/A42G").
-    """
-    as_choice("numbering", numbering, NUMBERINGS)
-    if numbering == "structure" and structure is None:
-        raise ValueError(
-            "numbering must be 'sequence' for a sequence of letters, got 'structure': give a "
-            "Structure to use its residue numbers"
-        )
-    if not isinstance(text, str) or not text:
-        raise ValueError(f"mutations must contain strings, {_EXAMPLE}, got {text!r}")
-    mutations: dict[int, Mutation] = {}
-    for part in text.split(":"):
-        mutation = _one(part, text, sequence, structure, numbering)
-        if mutation.residue in mutations:
-            raise ValueError(
-                f"mutations must change a residue only once, got {text!r}, where {part!r} changes "
-                "a residue again"
-            )
-        mutations[mutation.residue] = mutation
-    return list(mutations.values())
-
-
-def _one(part: str, text: str, sequence: str, structure: Any, numbering: str) -> Mutation:
-    match = _SUBSTITUTION.fullmatch(part)
-    if match is None:
-        chain = "" if structure is None else ", or with chain H 'H/A42G'"
-        raise ValueError(f"mutations must contain {_EXAMPLE}{chain}; got {part!r} in {text!r}")
-    wild, mutant = match["wild"].upper(), match["to"].upper()
-    for letter in (wild, mutant):
-        if letter not in AMINO_ACIDS:
-            raise ValueError(
-                f"mutations must name amino acids by one of {AMINO_ACIDS}, got {letter!r} in "
-                f"{text!r}"
-            )
-    number, code = int(match["number"]), match["code"]
-    if numbering == "structure":
-        index = _in_structure(part, match["chain"], number, code, structure)
-    else:
-        if match["chain"] is not None or code:
-            raise ValueError(
-                f"mutations must have no chain and no insertion code, got {part!r}: use "
-                "numbering='structure' for these"
-            )
-        if not 1 <= number <= len(sequence):
-            raise ValueError(
-                f"mutations must have residue numbers in 1 .. {len(sequence)}, the length of the "
-                f"sequence, got {number} in {text!r}"
-            )
-        index = number - 1
-    there = sequence[index]
-    if there != wild:
-        raise ValueError(
-            f"mutations must begin with the residue of the sequence at that number: {part!r} has "
-            f"{wild}, but the sequence has {there} at {number}{code}"
-        )
-    return Mutation(index, wild, mutant)
-
-
-def _in_structure(part: str, chain: str | None, number: int, code: str, structure: Any) -> int:
-    """Return the index of the residue with this number."""
-    ids = structure.chain_ids
-    if chain is not None and chain not in ids:
-        raise ValueError(
-            f"mutations must name chains of the structure ({', '.join(map(repr, ids))}), got "
-            f"{chain!r} in {part!r}"
-        )
-    places = [
-        index
-        for index in (structure.residue_numbers == number).nonzero()[:, 0].tolist()
-        if structure.insertion_codes[index].upper() == code.upper()
-        and (chain is None or ids[int(structure.chain_index[index])] == chain)
-    ]
-    as_written = [index for index in places if structure.insertion_codes[index] == code]
-    places = as_written or places  # if both 52a and 52A exist
-    if not places:
-        where = "" if chain is None else f" in chain {chain!r}"
-        raise ValueError(
-            f"mutations must have residue numbers of the structure, got {number}{code} in "
-            f"{part!r}, which does not exist{where}"
-        )
-    if len(places) > 1:
-        owners = ", ".join(repr(ids[int(structure.chain_index[index])]) for index in places)
-        raise ValueError(
-            "mutations must name the chain if several chains have the residue number: "
-            f"{number}{code} is in the chains {owners}. Write for instance {ids[0]}/{part}"
-        )
-    return places[0]

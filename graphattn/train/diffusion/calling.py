@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from graphattn.diagnostics.hidden.evaluating import dropout_off
+from graphattn.models.proteins.source_tracks import LETTERS
 from graphattn.train.batches import unwrapped
 from graphattn.train.checks import described
 
@@ -45,7 +46,10 @@ def call(model: Denoiser, tokens: Tensor, noise_level: Tensor, **given: Any) -> 
 
 
 def logits_of(output: Any, tokens: Tensor, name: str) -> Tensor:
-    """Return logits [*, N, vocab_size] from an output, a tensor or an object with `logits`."""
+    """Return logits [*, N, vocab_size] from an output: a tensor, an object with `logits`, or a dict
+    of source tracks, in which those of the letters count."""
+    if isinstance(output, dict) and LETTERS in output:
+        output = output[LETTERS]
     logits = getattr(output, "logits", output)
     is_floating = isinstance(logits, Tensor) and logits.is_floating_point()
     if not is_floating or logits.shape[:-1] != tokens.shape:

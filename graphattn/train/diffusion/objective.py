@@ -16,7 +16,7 @@ from graphattn.train.diffusion.noise import Noise, as_noise
 from graphattn.train.diffusion.score_entropy import check_no_masks, score_entropy_parts
 from graphattn.train.objectives.objective import Batch, Example, Loss, Objective, loss_of
 
-FOR_THE_MODEL = ("graph", "valid", "positions", "edge_features", "edge_bias", "context")
+FOR_THE_MODEL = ("graph", "valid", "positions", "edge_features", "edge_bias", "context", "tracks")
 
 
 class AbsorbingDiffusion(Objective):

@@ -250,6 +250,8 @@ def guesses_of(
         vocab_size = int(mask)  # a mask at the end of the vocabulary is never guessed
     if objective.name not in ("causal", "masked", "diffusion") or not vocab_size:
         return {}
+    if getattr(objective, "tracks", None):  # a corpus has no codes of these
+        return {}
     tokens = train.corpus.tokens
     if objective.name != "causal":
         return {"frequency": frequency_nats(_pieces(train, tokens), each(), vocab_size)}

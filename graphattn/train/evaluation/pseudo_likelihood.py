@@ -142,7 +142,7 @@ def pseudo_perplexity(
 
 def _of_copies(key: str, value: Any, copies: int, device: torch.device) -> Any:
     """Repeat a batch of one sequence for several copies of it."""
-    if key == "context":
+    if key in ("context", "tracks"):
         return {name: _of_copies("", track, copies, device) for name, track in value.items()}
     if isinstance(value, Tensor):
         return value.to(device).expand(copies, *value.shape[1:])

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from graphattn.graphs import TokenGraph
 from graphattn.graphs.arguments import as_int
+from graphattn.models.proteins.source_tracks import LETTERS
 from graphattn.nn.files.config import Configured
 
 
@@ -70,7 +71,8 @@ class WithHead(Configured, nn.Module):
 
     def forward(self, tokens: Tensor, graph: Any = None, **given: Any) -> Tensor:
         """Return outputs for every token, [*, N, outputs]; keywords are those of the model."""
-        return self.model(tokens, graph, **given)
+        outputs = self.model(tokens, graph, **given)
+        return outputs[LETTERS] if isinstance(outputs, dict) else outputs
 
     def graphs(self, *args: Any, **kwargs: Any) -> Sequence[TokenGraph]:
         """Return the graphs of the model, one per block."""
