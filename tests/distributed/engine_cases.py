@@ -192,6 +192,14 @@ def proteins_compute_over_shards_what_they_compute_over_graphs(ranks: Mesh) -> N
     torch.testing.assert_close(shard.gather(actual), expected, rtol=0, atol=1e-6)  # of float32
     with pytest.raises(ValueError, match="structure must be None"):
         model(tokens_of_rank, shard, structure=structure)
+    codes = torch.randint(-1, 7, (2, N), generator=draws(2))  # -1 is unknown
+    model = ga.models.ProteinModel(16, depth=2, heads=4, tracks={"shape": 7})
+    graph = model.graphs(N)
+    shards = [ranks.shard(one) for one in graph]
+    tokens_of_rank, codes_of_rank = shards[0].split(tokens, codes)
+    actual = model(tokens_of_rank, shards, tracks={"shape": codes_of_rank})
+    for name, expected in model(tokens, graph, tracks={"shape": codes}).items():
+        torch.testing.assert_close(shards[0].gather(actual[name]), expected, **CLOSE)
 
 
 def biases_of_a_shard_are_those_of_its_edges(ranks: Mesh) -> None:

@@ -5,7 +5,6 @@ A source track has a vocabulary, an embedding that is added to that of the lette
 
 from __future__ import annotations
 
-import keyword
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,8 +27,7 @@ def checked_tracks(tracks: Any) -> dict[str, int]:
             f"such as {{'structure': 512}}, got {type(tracks).__name__}"
         )
     for name in tracks:
-        is_name = isinstance(name, str) and name.isidentifier() and not keyword.iskeyword(name)
-        if not is_name or name == LETTERS:
+        if not isinstance(name, str) or not name.isidentifier() or name == LETTERS:
             raise ValueError(
                 "tracks must have names as keys that are valid Python identifiers, and not "
                 f"{LETTERS!r}, the track of the letters, got {name!r}"

@@ -182,7 +182,8 @@ class MaskedTokens(LikelihoodObjective):
     def report(self, mean: float, means: dict[str, float]) -> dict[str, float]:
         """Return loss, perplexity and accuracy; with source tracks, also loss and accuracy of
         each."""
-        means, of_tracks = dict(means), {}
+        means = dict(means)
+        of_tracks: dict[str, float] = {}
         for name in (LETTERS, *self._tracks):
             count, total, right = (
                 means.pop(f"{of}_{name}", 0) for of in ("count", "nats", "right")
