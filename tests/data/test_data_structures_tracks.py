@@ -1,4 +1,7 @@
-"""Secondary structure and solvent accessibility: ideal shapes, files' own records, biotite."""
+"""Secondary structure and solvent accessibility: ideal shapes, files' own records, biotite.
+
+Also the context of a model, which is made of these.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphattn.data import Structure, read_structure
+import graphattn as ga
+from graphattn.data import STRUCTURE_CONTEXT, Structure, read_structure, structure_context
 
 pytest.importorskip("biotite", reason="biotite computes these")
 
@@ -183,3 +187,61 @@ def test_a_structure_needs_biotite_for_its_tracks_alone(monkeypatch):
     assert str(caught.value) == (
         "secondary_structure() needs biotite: install it with pip install 'graphattn[bio]'"
     )
+
+
+# Context of a model.
+
+
+def test_context_is_what_is_known_of_every_residue():
+    """Surfaces are those of single atoms, far from each other; the sixth residue has no atom."""
+    places = helix(20) * 50
+    places[5] = math.nan
+    confidence = torch.arange(20.0) * 5
+    confidence[7] = math.nan
+    structure = Structure("A" * 20, places, b_factors=confidence, has_all_atoms=True)
+    context = structure_context(structure, STRUCTURE_CONTEXT)
+    assert list(context) == ["secondary_structure", "solvent_accessibility", "plddt"]
+    coil = torch.zeros(20).long()
+    coil[5] = -1
+    assert torch.equal(context["secondary_structure"], coil)
+    surface = torch.full((20, 1), 4 * math.pi * (CARBON + PROBE) ** 2 / 100)
+    surface[5] = math.nan
+    torch.testing.assert_close(
+        context["solvent_accessibility"], surface, rtol=1e-4, atol=0, equal_nan=True
+    )
+    torch.testing.assert_close(context["plddt"][:, 0], confidence / 100, equal_nan=True)
+    found = structure_context(Structure("A" * 20, helix(20)), ["secondary_structure"])
+    assert found["secondary_structure"][3:-3].tolist() == [1] * 14
+
+
+def test_a_model_takes_the_context_and_reads_no_unknown_residue():
+    places = helix(12)
+    places[5] = math.nan
+    structure = Structure("A" * 12, places, b_factors=torch.rand(12) * 100, has_all_atoms=True)
+    torch.manual_seed(0)
+    model = ga.models.ProteinModel(16, 2, 2, neighbors=3, context=STRUCTURE_CONTEXT)
+    context = structure_context(structure, model.context)
+    out = model.logits(structure, context=context)
+    assert out.isfinite().all()
+    for name in context:
+        left_out = {key: track for key, track in context.items() if key != name}
+        assert (model.logits(structure, context=left_out) - out).abs().max() > 1e-5
+    empty = structure_context(Structure("", torch.zeros(0, 3), has_all_atoms=True), ["plddt"])
+    assert empty["plddt"].shape == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "tracks", "says"),
+    [
+        ({}, "plddt", "tracks must be a list of some of secondary_structure, .*got 'plddt'"),
+        ({}, ["plddt", "domains"], "got .*domains"),
+        ({"b_factors": torch.tensor([1.0, 120.0, 3.0])}, ["plddt"], "0 to 100 .*, got 120: leave"),
+        ({}, ["solvent_accessibility"], r"read_structure\(path, atoms='all'\)"),
+    ],
+)
+def test_context_that_cannot_be_made_is_refused(change, tracks, says):
+    structure = Structure("GWK", torch.eye(3), **change)
+    with pytest.raises(ValueError, match=says):
+        structure_context(structure, tracks)
+    with pytest.raises(ValueError, match="structure must be a Structure, got str"):
+        structure_context("GWK", tracks)
