@@ -4,6 +4,7 @@ from mutation import Mutation
 
 MASKING = "tests/train/test_train_masking.py"
 MASKED = "tests/train/test_train_masked.py"
+SOURCES = "tests/train/test_train_masked_tracks.py"
 SCHEDULES = "tests/train/test_train_schedules.py"
 CAUSAL = "tests/train/test_train_causal.py"
 CLASSES = "tests/train/test_train_classification.py"
@@ -54,15 +55,15 @@ MUTATIONS = [
     Mutation(
         "few masked tokens count no more than many",
         "graphattn/train/objectives/masked.py",
-        "loss_of(nats(logits, truth) / ratio, count,",
-        "loss_of(nats(logits, truth), count,",
+        "losses[LETTERS] / ratio, count,",
+        "losses[LETTERS], count,",
         (f"{MASKED}::test_weighted_by_its_ratio_a_loss_is_per_token_of_all_tokens",),
     ),
     Mutation(
         "a weighted loss is divided by the masked tokens",
         "graphattn/train/objectives/masked.py",
-        "nats(logits, truth) / ratio, count,",
-        "nats(logits, truth) / ratio, len(truth),",
+        "losses[LETTERS] / ratio, count,",
+        "losses[LETTERS] / ratio, len(ratio),",
         (f"{MASKED}::test_weighted_by_its_ratio_a_loss_is_per_token_of_all_tokens",),
     ),
     Mutation(
@@ -378,5 +379,40 @@ MUTATIONS = [
         "examples[k * len(examples) // count]",
         "examples[k]",
         (f"{PSEUDO}::test_an_evaluation_asks_sequences_spread_over_all_of_them",),
+    ),
+    Mutation(
+        "unknown codes of a source track are guessed",
+        "graphattn/train/objectives/masked.py",
+        "return letters & known",
+        "return letters",
+        (f"{SOURCES}::test_padding_and_packing_change_no_loss_and_no_gradient[False]",),
+    ),
+    Mutation(
+        "the model reads the codes that it guesses",
+        "graphattn/train/objectives/masked.py",
+        "tracks[name] = codes.masked_fill(where[name], UNKNOWN)",
+        "pass",
+        (f"{SOURCES}::test_the_loss_is_the_mean_over_masked_tokens_of_all_tracks_in_a_plain_loop",),
+    ),
+    Mutation(
+        "source tracks are masked by the schedule of the letters",
+        "graphattn/train/objectives/masked.py",
+        "ratios = self._draw(schedule, codes, generator)",
+        "ratios = self._draw(self.schedule, codes, generator)",
+        (f"{SOURCES}::test_every_track_has_the_distribution_of_its_own_schedule_and_draws_apart",),
+    ),
+    Mutation(
+        "the loss of a source track is over the tokens of all tracks",
+        "graphattn/train/objectives/masked.py",
+        'sums[f"count_{name}"] = float(len(losses[name]))',
+        'sums[f"count_{name}"] = float(len(guesses[1]))',
+        (f"{SOURCES}::test_the_loss_is_the_mean_over_masked_tokens_of_all_tracks_in_a_plain_loop",),
+    ),
+    Mutation(
+        "context is corrupted by one ratio for all sequences",
+        "graphattn/train/objectives/masked.py",
+        "hidden = drawn < self._draw(self.context_schedule, track, generator)",
+        "hidden = drawn < self._draw(self.context_schedule, track, generator)[:1]",
+        (f"{SOURCES}::test_a_share_of_every_track_of_context_becomes_unknown_by_the_schedule",),
     ),
 ]

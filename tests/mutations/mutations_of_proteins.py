@@ -8,6 +8,7 @@ CHAINS = "tests/data/test_data_structures_chains.py"
 STRUCTURES = "tests/data/test_data_structures.py"
 ASSEMBLIES = "tests/data/test_data_structures_assemblies.py"
 TRACKS = "tests/data/test_data_structures_tracks.py"
+SOURCES = "tests/models/test_models_protein_tracks.py"
 EMBED = "tests/cli/test_cli_embed.py"
 
 MUTATIONS = [
@@ -229,5 +230,26 @@ MUTATIONS = [
         "            assemblies.clear()\n",
         "            break\n",
         (f"{ASSEMBLIES}::test_an_assembly_of_joined_files_is_that_of_the_file_with_the_model",),
+    ),
+    Mutation(
+        "a source track that is not given adds nothing",
+        "graphattn/models/proteins/source_tracks.py",
+        "embedding.weight[-1] if given is None else",
+        "0 if given is None else",
+        (f"{SOURCES}::test_a_track_that_is_not_given_is_masked_everywhere",),
+    ),
+    Mutation(
+        "codes of padding are read",
+        "graphattn/models/proteins/source_tracks.py",
+        "codes = codes.masked_fill(~valid, -1)",
+        "pass",
+        (f"{SOURCES}::test_codes_of_padding_are_never_read[dot]",),
+    ),
+    Mutation(
+        "an unknown surface of a residue is 0",
+        "graphattn/data/structures/context.py",
+        ".masked_fill(~structure.has_ca, torch.nan)",
+        "",
+        (f"{TRACKS}::test_context_is_what_is_known_of_every_residue",),
     ),
 ]

@@ -1,4 +1,4 @@
-"""What a structure says of every residue, as context of a protein model."""
+"""Context of a protein model that a structure determines: features and classes of residues."""
 
 from __future__ import annotations
 
