@@ -173,7 +173,7 @@ def test_padding_and_packing_change_no_loss_and_no_gradient(in_space):
             N = len(example["tokens"])
             places = torch.randn(N, 3, generator=generator(N)).cumsum(0) * 2
             example["structure"] = ga.data.Structure("A" * N, places)
-    everything = {"mask_ratio": 1.0, "tracks": {"structure": "constant", "function": "together"}}
+    everything = {"mask_ratio": 1.0, "tracks": {"structure": "together", "function": "constant"}}
     costs = []
     for packed in (False, True):
         objective = ga.train.MaskedTokens(MASK, **everything, packed=packed)
@@ -301,7 +301,7 @@ def real_chains(tokenizer_steps: int) -> tuple[list[dict], list[dict], dict[str,
 def test_structures_of_held_out_globins_are_guessed_better_than_by_frequency():
     """Codes of the backbone can be learned from 20 chains; of letters, hardly more than shares."""
     pytest.importorskip("biotite", reason="biotite reads the files")
-    train, held_out, sizes = real_chains(tokenizer_steps=100)
+    train, held_out, sizes = real_chains(tokenizer_steps=40)
     torch.manual_seed(0)
     model = ga.models.ProteinModel(32, 2, 4, tracks=sizes, neighbors=8, dropout=0.1)
     objective = ga.train.MaskedTokens(MASK, "betalinear30", tracks={"structure": "cosine"})
