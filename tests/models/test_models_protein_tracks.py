@@ -254,9 +254,7 @@ def test_another_head_and_diffusion_are_of_the_letters():
     )
     out = headed(tokens, tracks=codes_of(9))
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
-    drawn = ga.train.sample_diffusion(
-        model, (2, 9), mask_token=21, steps=2, generator=random()
-    )
+    drawn = ga.train.sample_diffusion(model, (2, 9), mask_token=21, steps=2, generator=random())
     assert int(drawn.max()) < 21
 
 
