@@ -242,7 +242,11 @@ class SequenceEncoder(TokenModel):
         x = self.run_blocks(
             self.embedding(tokens),
             self.graph_of_blocks(graph, tokens.shape[-1]),
-            of_edges={"edge_bias": edge_bias, "edge_features": edge_features},
+            of_edges={
+                "edge_bias": edge_bias,
+                "edge_features": edge_features,
+                "tokens": self.tokens_of_values(tokens),
+            },
             valid=valid,
             positions=positions,
             condition=condition,

@@ -51,8 +51,14 @@ class Kind:
     def options(self) -> tuple[str, ...]:
         """Return the arguments of the layer that `mixer_options` may set."""
         names = constructor_arguments(self.layer)
-        taken = {"dim", "heads", "rope", "context_dim", "value_projection"}
+        taken = {"dim", "heads", "rope", "context_dim", "value_projection", "value_embeddings"}
         return tuple(name for name in names if name not in taken | {*dict(self.fixed)})
+
+    @property
+    def has_values(self) -> bool:
+        """Return whether the layer can add value embeddings."""
+        no_values = dict(self.fixed).get("value_projection") is False
+        return "value_embeddings" in constructor_arguments(self.layer) and not no_values
 
 
 KINDS: dict[str, Kind] = {
@@ -98,6 +104,7 @@ def mixers(
     rope: bool | Literal["isometric"] | RotaryEmbedding = False,
     options: Mapping[str, Any] | None = None,
     causal: bool = False,
+    value_embeddings: int | None = None,
 ) -> Iterator[Mixing]:
     """Yield the layers of a model, one per block; each is made when it is needed.
 
@@ -109,10 +116,12 @@ def mixers(
             then rotate as usual.
         options: further arguments of the layers; a list or tuple contains one value per block.
         causal: whether tokens see only earlier tokens; consensus then moves only targets.
+        value_embeddings: vocabulary size; the last layer and every second one before it get value
+            embeddings. None for no value embeddings.
 
     Raises:
-        ValueError: if a name is unknown, a layer does not fit or comes twice, or no layer of the
-            model takes an option.
+        ValueError: if a name is unknown, a layer does not fit or comes twice, no layer of the model
+            takes an option, or value embeddings are for a layer that has none.
     """
     entries = one_per_block(mixer, depth)
     options = as_options(options)
@@ -124,6 +133,10 @@ def mixers(
             )
         options["update"] = "target"
     _check_options(options, entries)
+    if value_embeddings is not None:
+        vocabularies = [value_embeddings if (depth - i) % 2 else None for i in range(depth)]
+        _check_value_embeddings(entries, vocabularies)
+        options["value_embeddings"] = vocabularies
     widths, counts = _numbers("dim", dim, depth), _numbers("heads", heads, depth)
     return (
         Mixing(_layer(entry, place, depth, own_dim, own_heads, rope, options), _reach(entry))
@@ -131,6 +144,19 @@ def mixers(
             zip(entries, widths, counts, strict=True)
         )
     )
+
+
+def _check_value_embeddings(entries: list[Any], vocabularies: list[int | None]) -> None:
+    takers = [repr(name) for name, kind in KINDS.items() if kind.has_values]
+    for place, (entry, vocabulary) in enumerate(zip(entries, vocabularies, strict=True)):
+        if vocabulary is None or (isinstance(entry, str) and KINDS[entry].has_values):
+            continue
+        got = repr(entry) if isinstance(entry, str) else f"a {type(entry).__name__}"
+        raise ValueError(
+            f"value_embeddings=True needs the mixer {', '.join(takers[:-1])} or {takers[-1]} in the "
+            f"last block and every second one before it, got {got} in block {place}. (A layer that "
+            "you make yourself gets its own, value_embeddings=vocab_size)"
+        )
 
 
 def check_rope(rope: Any) -> None:
@@ -268,7 +294,7 @@ def _layer(
     given = {
         name: _of_block(name, value, place, depth)
         for name, value in options.items()
-        if name in kind.options
+        if name in kind.options or (name == "value_embeddings" and kind.has_values)
     }
     return kind.layer(dim, heads, rope=rope, **dict(kind.fixed), **given)
 

@@ -225,9 +225,15 @@ def _takes_edge_features(mixer: nn.Module) -> bool:
     return isinstance(width, int) and width > 0
 
 
+def embeds_values(mixer: Any) -> bool:
+    """Return whether a mixer takes the tokens: attention with value embeddings."""
+    return isinstance(mixer, GraphLayer) and mixer.embeds_values
+
+
 OF_EDGES = {  # argument: (which layers take it, how messages describe them)
     "edge_bias": (_takes_edge_bias, "attention layers"),
     "edge_features": (_takes_edge_features, "consensus layers made with edge_features > 0"),
+    "tokens": (embeds_values, "attention layers with value_embeddings"),
 }
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from graphattn.graphs import TokenGraph, complete_graph, window_path_graph
 from graphattn.models.mixers import Reach
-from graphattn.models.stack import BlockStack, one_each
+from graphattn.models.stack import BlockStack, embeds_values, one_each
 from graphattn.near_names import explained
 from graphattn.nn import ModelCache
 from graphattn.nn.base.overrides import is_ours, names_of, replaced_beside
@@ -75,6 +75,10 @@ class TokenModel(BlockStack):
         """
         features: Tensor = self.embedding(tokens)
         return features
+
+    def tokens_of_values(self, tokens: Tensor) -> Tensor | None:
+        """Return the tokens if a block adds embeddings of them to its values, or None."""
+        return tokens if any(map(_embeds_values, self._stack())) else None
 
     @property
     def position_table(self) -> Any:
@@ -233,10 +237,11 @@ class TokenModel(BlockStack):
             )
         x = self.embed_tokens(tokens, start=cache.position, positions=positions, valid=valid)
         if n == 1:  # as one token, for which blocks have the shortest way
-            x = x.squeeze(-2)
+            x, tokens = x.squeeze(-2), tokens.squeeze(-1)
             valid, positions = (None if t is None else t[..., 0] for t in (valid, positions))
         for block, layer_cache in zip(self._stack(), cache, strict=True):
-            x = block.step(x, layer_cache, valid=valid, positions=positions)
+            of_block = {"tokens": tokens} if _embeds_values(block) else {}
+            x = block.step(x, layer_cache, valid=valid, positions=positions, **of_block)
         x = self.norm(x)
         return x.unsqueeze(-2) if n == 1 and not single else x
 
@@ -341,6 +346,10 @@ def _are_equal(a: Tensor, b: Tensor) -> bool:
         return a.shape == b.shape
     b = b.to(a.device)
     return bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def _embeds_values(block: Any) -> bool:
+    return embeds_values(getattr(block, "mixer", None))
 
 
 def can_read_cheaply(tensor: Tensor) -> bool:

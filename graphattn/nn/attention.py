@@ -26,6 +26,7 @@ from graphattn.nn.base.overrides import (
     overridden_weights,
     propagate_without,
 )
+from graphattn.nn.blocks.value_embedding import ValueEmbedding
 from graphattn.nn.rotary import RotaryEmbedding
 from graphattn.ops.attention.api import attend, attention_weights
 from graphattn.ops.attention.logits.edge_bias import check_edge_bias, per_edge
@@ -78,6 +79,7 @@ class GraphAttention(AttentionSteps):
         attention_dropout: float = 0.0,
         sink: bool = False,
         softcap: float | None = None,
+        value_embeddings: int | None = None,
     ) -> None:
         super().__init__(
             dim, heads, kv_heads=kv_heads, context_dim=context_dim, rope=rope, backend=backend
@@ -88,12 +90,18 @@ class GraphAttention(AttentionSteps):
         if not isinstance(sink, bool):
             raise ValueError(f"sink must be True or False, got {sink!r}")
         self.sink = nn.Parameter(torch.zeros(self.heads)) if sink else None
+        if value_embeddings is not None:
+            self.value_embedding = ValueEmbedding(
+                value_embeddings, self.context_dim, self.kv_heads, self.head_dim
+            )
 
     def reset_parameters(self) -> None:
         """Draw every projection anew; sinks return to 0."""
         super().reset_parameters()
         if self.sink is not None:
             nn.init.zeros_(self.sink)
+        if self.embeds_values:
+            self.value_embedding.reset_parameters()
 
     # What a subclass defines. One without projections for queries and keys overrides `project` and
     # `project_flat`.
@@ -121,11 +129,15 @@ class GraphAttention(AttentionSteps):
         positions: Positions = None,
         edge_bias: Tensor | None = None,
         return_attention_weights: bool = False,
+        tokens: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Average the values of the sources of every target."""
         context = x if context is None else context
+        given = {"edge_bias": edge_bias}
+        if tokens is not None:  # an overridden forward_pass may not take it
+            given["tokens"] = tokens
         out: Tensor | tuple[Tensor, Tensor] = self.forward_pass(
-            x, context, graph, valid, positions, return_attention_weights, edge_bias=edge_bias
+            x, context, graph, valid, positions, return_attention_weights, **given
         )
         return out
 
@@ -412,8 +424,10 @@ class GraphAttention(AttentionSteps):
         """Project tokens [*, dim] to query, key and value, before they are split and rotated.
 
         The value is None if values are the keys. The result is None if anything follows the
-        rotation.
+        rotation, or if embeddings of tokens are added to the values.
         """
+        if self.embeds_values:
+            return None
         query, key = self.query_proj(x), self.key_proj(x)
         if self.qk_norm:
             query = normalized(self.split(query, self.heads))
@@ -421,7 +435,7 @@ class GraphAttention(AttentionSteps):
         return query, key, x if self.value_proj is None else self.value_proj(x)
 
     def flat_projections(self) -> tuple[nn.Linear | None, ...] | None:
-        return None if self.qk_norm else (self.query_proj, self.key_proj, self.value_proj)
+        return None if self.qk_norm or self.embeds_values else (self.query_proj, self.key_proj, self.value_proj)
 
 
 def normalized(x: Tensor) -> Tensor:

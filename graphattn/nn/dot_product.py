@@ -45,6 +45,9 @@ class DotProductAttention(GraphAttention):
             [heads] (GPT-OSS). It starts at 0, which is the weight of one token of logit 0
             (transformers draws it from N(0, 0.02^2)); -inf is none.
         softcap: cap c > 0 on logits, ``c * tanh(logits / c)`` (Gemma 2: 50); none if None.
+        value_embeddings: vocabulary size of a table of embeddings that are added to the values,
+            each with a gate per head (nanochat); the layer is then called with ``tokens=``. None
+            for no table. :class:`~graphattn.models.CausalLM` has ``value_embeddings=True``.
 
     Shapes:
         - **x**: [*, N, dim]
@@ -56,6 +59,7 @@ class DotProductAttention(GraphAttention):
         - **edge_bias**: added to the logits: [E, heads], [*, E, heads], or a table [offsets, heads]
           where the graph has one (keyword); see :class:`OffsetBias`, :class:`DistanceBias`,
           :class:`EdgeProjection`
+        - **tokens**: integers [*, M] below `value_embeddings`, the tokens of the sources (keyword)
         - **output**: [*, N, dim]; with ``return_attention_weights=True`` also the
           weights [*, E, heads], in the order of ``graph.edge_index``
 
@@ -91,6 +95,7 @@ class DotProductAttention(GraphAttention):
         attention_dropout: float = 0.0,
         sink: bool = False,
         softcap: float | None = None,
+        value_embeddings: int | None = None,
     ) -> None:
         super().__init__(
             dim,
@@ -103,11 +108,17 @@ class DotProductAttention(GraphAttention):
             attention_dropout=attention_dropout,
             sink=sink,
             softcap=softcap,
+            value_embeddings=value_embeddings,
         )
         if not value_projection and kv_heads is not None:
             raise ValueError(
                 f"kv_heads must be None without value_projection, got {kv_heads}: values are then "
                 "the heads of the input itself"
+            )
+        if not value_projection and value_embeddings is not None:
+            raise ValueError(
+                f"value_embeddings must be None without value_projection, got {value_embeddings}: "
+                "values are then the input itself"
             )
         if not value_projection and self.context_dim != self.dim:
             raise ValueError(

@@ -40,6 +40,8 @@ class KrauseAttention(DistanceAttention):
         sink: whether every head learns a logit that joins the normaliser, the parameter `sink`
             [heads] (GPT-OSS). It starts at 0, which is the weight of one token of logit 0
             (transformers draws it from N(0, 0.02^2)); -inf is none.
+        value_embeddings: vocabulary size of a table of embeddings that are added to the values, as
+            :class:`DotProductAttention` has it; the layer is then called with ``tokens=``.
 
     Shapes:
         - **x**: [*, N, dim]
@@ -55,6 +57,7 @@ class KrauseAttention(DistanceAttention):
         - **edge_bias**: added to the logits: [E, heads], [*, E, heads], or a table [offsets, heads]
           where the graph has one (keyword); see :class:`OffsetBias`, :class:`DistanceBias`,
           :class:`EdgeProjection`
+        - **tokens**: integers [*, M] below `value_embeddings`, the tokens of the sources (keyword)
         - **output**: [*, N, dim]; with ``return_attention_weights=True`` also the
           weights [*, E, heads], in the order of ``graph.edge_index``
 
@@ -87,6 +90,7 @@ class KrauseAttention(DistanceAttention):
         backend: str = "auto",
         attention_dropout: float = 0.0,
         sink: bool = False,
+        value_embeddings: int | None = None,
     ) -> None:
         super().__init__(
             dim,
@@ -97,6 +101,7 @@ class KrauseAttention(DistanceAttention):
             backend=backend,
             attention_dropout=attention_dropout,
             sink=sink,
+            value_embeddings=value_embeddings,
         )
         kv_dim = self.kv_heads * self.head_dim
         self.query_proj = nn.Linear(self.dim, self.dim, bias=bias)

@@ -53,7 +53,8 @@ class CausalLM(TiedModel):
             seven, or a layer of width `dim`, of :mod:`graphattn.nn` or your own.
         mixer_options: further options of the named layers, such as ``{"top_k": 8}``. Every layer
             takes the options that it has; an option that no layer has is an error. A list contains
-            one value per block.
+            one value per block. ``{"qk_norm": True}`` normalises queries and keys of "dot", as
+            nanochat does.
         window: keys that the attention layers see, the token itself included: one number for all,
             None for all earlier tokens; a pair (short, long) with `window_pattern`; or one per
             block, None for consensus blocks, which use `consensus_window` instead. "krause" without
@@ -82,6 +83,11 @@ class CausalLM(TiedModel):
         tie_weights: whether the head's weight is the embedding.
         logit_softcap: c > 0, which bounds the logits: ``c * tanh(logits / c)`` (30 in Gemma 2).
             None for no bound.
+        value_embeddings: whether the last block and every second one before it have a table
+            [vocab_size, kv_heads * D] of the input tokens, whose rows are added to the values, each
+            with a gate per head (nanochat, the baseline of the GKA paper). It is for "dot",
+            "dot-window" and "krause". A layer that you make yourself can have its own,
+            ``DotProductAttention(..., value_embeddings=vocab_size)``.
 
     Attributes:
         windows: the window of every block, consensus included; None for all earlier tokens.
@@ -141,6 +147,7 @@ class CausalLM(TiedModel):
         drop_path: float = 0.0,
         tie_weights: bool = False,
         logit_softcap: float | None = None,
+        value_embeddings: bool = False,
     ) -> None:
         super().__init__()
         self.vocab_size = as_int("vocab_size", vocab_size, 1)
@@ -158,15 +165,26 @@ class CausalLM(TiedModel):
         self.logit_softcap = as_softcap(logit_softcap, "logit_softcap")
         own_windows = window_of_blocks(window, window_pattern, depth)
         one_each = window_pattern is None and isinstance(window, list | tuple)
+        if not isinstance(value_embeddings, bool):
+            raise ValueError(f"value_embeddings must be True or False, got {value_embeddings!r}")
+        embedded = self.vocab_size if value_embeddings else None
         self.embedding = nn.Embedding(self.vocab_size, dim)
         self.position_embedding = None
         if self.num_positions is not None:
             self.position_embedding = nn.Embedding(self.num_positions, dim)
         self.blocks = nn.ModuleList()
         self.windows = []
-        for place, mixing in enumerate(
-            mixers(mixer, depth, dim, heads, rope=rope, options=options, causal=True)
-        ):
+        layers = mixers(
+            mixer,
+            depth,
+            dim,
+            heads,
+            rope=rope,
+            options=options,
+            causal=True,
+            value_embeddings=embedded,
+        )
+        for place, mixing in enumerate(layers):
             self.windows.append(
                 _window(place, entries[place], mixing, own_windows[place], near, one_each)
             )
@@ -304,7 +322,11 @@ class CausalLM(TiedModel):
         x = self.run_blocks(
             self.embed_tokens(tokens, positions=places, valid=valid),
             graphs,
-            of_edges={"edge_bias": edge_bias, "edge_features": edge_features},
+            of_edges={
+                "edge_bias": edge_bias,
+                "edge_features": edge_features,
+                "tokens": self.tokens_of_values(tokens),
+            },
             valid=valid,
             positions=positions,
         )

@@ -117,6 +117,7 @@ class GraphLayer(Configured, Later):
         valid: Valid,
         positions: Positions,
         weights: bool | Literal["detached"] = False,
+        tokens: Tensor | None = None,
         **of_edges: Tensor | None,
     ) -> Any:
         """The forward pass of every layer: check, project, mix, project the output.
@@ -124,7 +125,8 @@ class GraphLayer(Configured, Later):
         1. :meth:`prepare` checks the inputs and replaces invalid tokens by zeros;
            :meth:`edge_arguments` checks values of edges.
         2. :meth:`project` makes tensors per head, such as queries [*, N, H, D], and keys and values
-           [*, M, Hk, D], and rotates them by their positions.
+           [*, M, Hk, D], and rotates them by their positions. A layer with value embeddings adds
+           those of `tokens` to the values.
         3. :meth:`mix` computes for every target what it receives from its sources, [*, N, H, D]. If
            the graph is divided among ranks, results of several ranks are merged, or else
            :meth:`fetch` first fetches the keys and values of other ranks.
@@ -142,6 +144,7 @@ class GraphLayer(Configured, Later):
             valid: bool [N] or [*, N], or a pair for targets and sources; None if all are valid.
             positions: [N] or [*, N], or a pair for targets and sources; the graph's own if None.
             weights: whether to return weights: False, True or "detached".
+            tokens: integers [*, M] of the sources, for a layer with value embeddings.
             of_edges: values of edges, such as `edge_bias`; None if there are none.
         """
         shard = graph if isinstance(graph, ShardedGraph) else None
@@ -152,6 +155,9 @@ class GraphLayer(Configured, Later):
         values = self.edge_arguments(x, graph, masks, **values)
         rotations = self.rotations(x, context, graph, positions)
         projected = self.project(x, context, rotations)
+        if tokens is not None or self.embeds_values:
+            *others, value = projected
+            projected = (*others, self.with_embedding(value, context, tokens))
         if shard is not None:
             mixed = averages_in_parts(self, projected, shard, masks, weights, values)
             if mixed is not None:
@@ -292,6 +298,22 @@ class GraphLayer(Configured, Later):
     def project(self, x: Tensor, context: Tensor, rotations: Rotations) -> tuple[Any, ...]:
         """The first arguments of :meth:`mix`, from tokens [*, N, dim] and [*, M, context_dim]."""
         raise NotImplementedError
+
+    @property
+    def embeds_values(self) -> bool:
+        """Whether embeddings of the tokens are added to the values."""
+        return self._modules.get("value_embedding") is not None
+
+    def with_embedding(self, value: Tensor, x: Tensor, tokens: Tensor | None) -> Tensor:
+        """The values [*, M, Hk, D] with the embeddings of the `tokens` [*, M] of features x."""
+        if not self.embeds_values:
+            raise ValueError(
+                f"tokens must be None for this {type(self).__name__}, which was made without "
+                f"value_embeddings, got {type(tokens).__name__}: attention with a value projection "
+                "(DotProductAttention, KrauseAttention) has value_embeddings=vocab_size"
+            )
+        embedded: Tensor = self._modules["value_embedding"](value, x, tokens)  # type: ignore[misc]
+        return embedded
 
     def split(self, x: Tensor, heads: int) -> Tensor:
         """x [*, N, heads * D] as [*, N, heads, D]."""

@@ -59,7 +59,7 @@ def takes_padded_rows(forward: Callable[..., Any]) -> Callable[..., Any]:
         for name in ("x", "context"):
             if given.get(name) is not None:
                 given[name] = given[name].flatten(0, -2)
-        for name in ("valid", "positions"):
+        for name in ("valid", "positions", "tokens"):
             if given.get(name) is not None:
                 given[name] = _flattened(given[name], batch, sides)
         out = forward(self, **given)

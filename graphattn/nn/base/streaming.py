@@ -160,6 +160,7 @@ class StreamingLayer(GraphLayer):
         *,
         valid: Tensor | None = None,
         positions: Tensor | None = None,
+        tokens: Tensor | None = None,
     ) -> Tensor:
         """The outputs of the next token, or of the next few; the cache stores these tokens.
 
@@ -177,6 +178,7 @@ class StreamingLayer(GraphLayer):
                 positions (after padding on the right, a text continues where the padding ends).
             positions: [*] (or [*, n]), positions for a rotary embedding; if None, the cache counts
                 them from 0.
+            tokens: integers [*] (or [*, n]), for a layer with value embeddings.
 
         Returns:
             [*, dim] or [*, n, dim].
@@ -196,12 +198,12 @@ class StreamingLayer(GraphLayer):
             >>> torch.allclose(torch.cat([prompt, torch.stack(rest, 1)], 1), y, atol=1e-5)
             True
         """
-        if valid is None and positions is None:
+        if valid is None and positions is None and tokens is None:
             y = self.compiled_step(x, cache)
             if y is not None:
                 return y
         with torch.no_grad():
-            return self._step(x, cache, valid, positions)
+            return self._step(x, cache, valid, positions, tokens)
 
     def compiled_step(self, x: Tensor, cache: LayerCache) -> Tensor | None:
         """:meth:`step` of one token [*, dim] by C++ code, if that ran the step before; else None.
@@ -233,7 +235,9 @@ class StreamingLayer(GraphLayer):
             and is_as_shipped(self)
         )
 
-    def _step(self, x: Tensor, cache: LayerCache, valid: Any, positions: Any) -> Tensor:
+    def _step(
+        self, x: Tensor, cache: LayerCache, valid: Any, positions: Any, tokens: Any
+    ) -> Tensor:
         """:meth:`step` for any tokens, with all checks."""
         single = self._check_step(x, cache)
         if single:  # contiguous, so that projections give the same bits on every path
@@ -242,6 +246,8 @@ class StreamingLayer(GraphLayer):
         if n == 0:
             empty: Tensor = self.output_proj(x)
             return empty
+        if single and isinstance(tokens, Tensor):
+            tokens = tokens.unsqueeze(-1)
         mask = step_mask(valid, cache.batch, None if single else n, x.device)
         if mask is not None:
             x = x.masked_fill(~mask[..., None], 0)
@@ -249,6 +255,9 @@ class StreamingLayer(GraphLayer):
             positions = positions.unsqueeze(-1)
         rotations = self._step_rotations(x, cache, positions)
         targets, sources = self.project_step(x, rotations)
+        if tokens is not None or self.embeds_values:
+            values = sources.get("value", x)  # without values, an error says so
+            sources = {**sources, "value": self.with_embedding(values, x, tokens)}
         # The rows themselves are computed in full precision, as operations are.
         if torch.is_autocast_enabled(x.device.type):
             with full_precision(x.device):

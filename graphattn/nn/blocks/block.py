@@ -69,6 +69,7 @@ class PreNormBlock(Configured, nn.Module):
         - **valid**, **positions**: passed on to the mixer (keyword)
         - **edge_features**: passed on to the mixer if given; consensus layers take it (keyword)
         - **edge_bias**: passed on to the mixer if given; attention layers take it (keyword)
+        - **tokens**: passed on to the mixer if given; layers with value embeddings take it (keyword)
         - **condition**: [*, condition_dim], one per sequence, or [*, N, condition_dim], one per
           token, which packed sequences need (keyword)
         - **output**: [*, N, dim]
@@ -151,6 +152,7 @@ class PreNormBlock(Configured, nn.Module):
         edge_bias: Tensor | None = None,
         edge_features: Tensor | None = None,
         condition: Tensor | None = None,
+        tokens: Tensor | None = None,
     ) -> Tensor:
         """Mix the tokens along the graph, then transform each by itself."""
         if not isinstance(x, Tensor):
@@ -161,6 +163,8 @@ class PreNormBlock(Configured, nn.Module):
             given["edge_bias"] = edge_bias
         if edge_features is not None:
             given["edge_features"] = edge_features
+        if tokens is not None:
+            given["tokens"] = tokens
         to_mix, to_map, gate_mixed, gate_mapped = self._modulated(condition, x)
         mixed = self.mixer(to_mix(self._entering(self.mixer_norm, x)), graph, *tracks, **given)
         x = self._leaving(self.mixer_norm, x + self._branch(gate_mixed(mixed), graph))
@@ -248,6 +252,7 @@ class PreNormBlock(Configured, nn.Module):
         *,
         valid: Tensor | None = None,
         positions: Tensor | None = None,
+        tokens: Tensor | None = None,
     ) -> Tensor:
         """Compute the outputs of the next token, or of the next n, and add them to the cache.
 
@@ -263,6 +268,7 @@ class PreNormBlock(Configured, nn.Module):
             valid: bool [*] (or [*, n]), True where a token is real.
             positions: [*] (or [*, n]), positions of the tokens for a rotary embedding. If None, the
                 cache counts them from 0.
+            tokens: integers [*] (or [*, n]), for a mixer with value embeddings.
 
         Returns:
             [*, dim] or [*, n, dim].
@@ -292,13 +298,14 @@ class PreNormBlock(Configured, nn.Module):
         other = isinstance(cache, LayerCache) and x.dtype != cache.owner[1]
         if other and isinstance(mixer, GraphLayer):
             mixer.check_dtype("x", x)
-        if valid is None and positions is None and not torch.compiler.is_compiling():
+        if valid is None and positions is None and tokens is None and not torch.compiler.is_compiling():
             try:
                 return BlockRun(self, x, cache)(x)
             except UnknownModuleError:
                 pass
         with torch.no_grad():
-            mixed = mixer.step(self.mixer_norm(x), cache, valid=valid, positions=positions)
+            given = {} if tokens is None else {"tokens": tokens}
+            mixed = mixer.step(self.mixer_norm(x), cache, valid=valid, positions=positions, **given)
             y = None if torch.compiler.is_compiling() else perceptron_step(self, x, mixed)
             return self._mapped(x, mixed) if y is None else y
 

@@ -53,6 +53,7 @@ NOT_COMPARED = frozenset(
         "sigma_per_head",
         "sink",
         "trunk",
+        "value_embeddings",
         "value_projection",
         "vocab_size",
         # A module inside compares its own options.
