@@ -197,6 +197,10 @@ def training_operations(model: Any, num_tokens: int) -> TrainingOperations:
     device = model.embedding.weight.device
     weights = sum(part.weight.numel() for part in model.modules() if isinstance(part, nn.Linear))
     keys = sum(min(window or num_tokens, num_tokens) for window in model.windows)
+    for block, window in zip(model.blocks, model.windows, strict=True):
+        if hasattr(block.mixer, "krause_window"):  # a second branch in this window
+            near = block.mixer.krause_window or num_tokens
+            keys += min(near, window or num_tokens, num_tokens)
     tokens = torch.zeros(num_tokens, dtype=torch.int64, device=device)
     return TrainingOperations(
         by_formula=float(6 * weights + 12 * model.embedding.embedding_dim * keys),

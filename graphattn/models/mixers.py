@@ -18,6 +18,7 @@ from graphattn.near_names import did_you_mean
 from graphattn.nn import (
     CrossConsensus,
     DotProductAttention,
+    GatedKrauseAttention,
     GaussianKernelAttention,
     KrauseAttention,
     LinearAttention,
@@ -26,7 +27,9 @@ from graphattn.nn import (
 from graphattn.nn.files.config import constructor_arguments
 from graphattn.nn.rotary import RotaryEmbedding
 
-MixerName = Literal["dot", "dot-window", "vlt", "linear", "gka", "krause", "consensus"]
+MixerName = Literal[
+    "dot", "dot-window", "vlt", "linear", "gka", "krause", "dot+krause", "consensus"
+]
 Halves = Literal["mix", "gka-consensus", "krause-consensus"]
 Mixer = MixerName | Halves | Sequence[MixerName | nn.Module]
 Reach = Literal["all", "window", "near"]
@@ -68,6 +71,7 @@ KINDS: dict[str, Kind] = {
     "linear": Kind(LinearAttention),
     "gka": Kind(GaussianKernelAttention),
     "krause": Kind(KrauseAttention, "window"),
+    "dot+krause": Kind(GatedKrauseAttention),
     "consensus": Kind(SelfConsensus, "near"),
 }
 HALVES: dict[str, tuple[str, str]] = {
@@ -81,6 +85,8 @@ _ALSO_CALLED = {
     "LinearAttention": "linear",
     "GaussianKernelAttention": "gka",
     "KrauseAttention": "krause",
+    "GatedKrauseAttention": "dot+krause",
+    "dot-krause": "dot+krause",
     "SelfConsensus": "consensus",
     "dot-consensus": "mix",
     "attention": "dot",

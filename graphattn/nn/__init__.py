@@ -9,6 +9,7 @@ from graphattn.nn.consensus import CrossConsensus, SelfConsensus
 from graphattn.nn.dot_product import DotProductAttention
 from graphattn.nn.edges.bias import DistanceBias, EdgeProjection
 from graphattn.nn.edges.offset_bias import OffsetBias
+from graphattn.nn.gated_krause import GatedKrauseAttention
 from graphattn.nn.gaussian import GaussianKernelAttention
 from graphattn.nn.krause import KrauseAttention
 from graphattn.nn.linear_attention import LinearAttention
@@ -19,6 +20,7 @@ __all__ = [
     "DistanceBias",
     "DotProductAttention",
     "EdgeProjection",
+    "GatedKrauseAttention",
     "GaussianKernelAttention",
     "KrauseAttention",
     "LayerCache",

@@ -299,14 +299,17 @@ def preset(name, **changes):
 
 
 def test_the_language_models_of_the_gka_paper_have_its_parameters():
-    """Table 8: 378 M, and 896 M, of which 419.4 M are value embeddings that ours has not."""
+    """Table 8: 378 M, and 896 M, of which 419.4 M are value embeddings."""
     block = 1280**2 + 8 * 1280**2  # output projection and perceptron
     ends = 2 * 32_768 * 1280
     gka, dot = preset("gka-d20"), preset("nanochat-d20")
     assert gka.num_parameters() == 20 * (block + 10) + ends == 378_798_280
-    assert dot.num_parameters() == 20 * (block + 3 * 1280**2) + ends == 477_102_080
-    value_embeddings = 10 * 32_768 * 1280
-    assert dot.num_parameters() + value_embeddings == 896_532_480
+    plain = preset("nanochat-d20", value_embeddings=False)
+    assert plain.num_parameters() == 20 * (block + 3 * 1280**2) + ends == 477_102_080
+    tables, gates = 10 * 32_768 * 1280, 10 * 32 * 10
+    assert dot.num_parameters() == plain.num_parameters() + tables + gates == 896_535_680
+    assert (dot.blocks[0].mixer.qk_norm, dot.logit_softcap) == (True, 15)
+    assert [i for i, block in enumerate(dot.blocks) if block.mixer.embeds_values][:3] == [1, 3, 5]
     assert gka.windows == dot.windows == 5 * [1024, 1024, 1024, 2048]
     mixer = gka.blocks[0].mixer
     assert (mixer.normalize, mixer.heads, mixer.rotary is not None) == (True, 10, True)
@@ -317,8 +320,8 @@ def test_the_language_models_of_the_gka_paper_have_its_parameters():
 @pytest.mark.parametrize(
     ("name", "weights", "formula", "paper", "exact"),
     [
-        ("gka-d20", 9 * 20, 2.41435e9, 2.4143e9, 2.277e9),
-        ("nanochat-d20", 12 * 20, 3.00417e9, 3.0042e9, 2.867e9),
+        ("gka-d20", 9 * 20 * 1280**2, 2.41435e9, 2.4143e9, 2.277e9),
+        ("nanochat-d20", 12 * 20 * 1280**2 + 10 * 32 * 10, 3.00419e9, 3.0042e9, 2.867e9),
     ],
 )
 def test_training_operations_are_those_of_the_gka_paper(name, weights, formula, paper, exact):
@@ -329,7 +332,7 @@ def test_training_operations_are_those_of_the_gka_paper(name, weights, formula, 
     # By hand: edges of a window W over N tokens are those of a triangle and of full rows behind it.
     N = 2048
     edges = sum(W * (W + 1) / 2 + (N - W) * W for W in 5 * [1024, 1024, 1024, 2048])
-    by_hand = 6 * (weights * 1280**2 + 32_768 * 1280) + 12 * 1280 * edges / N
+    by_hand = 6 * (weights + 32_768 * 1280) + 12 * 1280 * edges / N
     assert counted.exact == pytest.approx(by_hand, rel=1e-9)
 
 

@@ -26,6 +26,7 @@ LAYERS = {
     "linear": ("LinearAttention", "all"),
     "gka": ("GaussianKernelAttention", "all"),
     "krause": ("KrauseAttention", "window"),
+    "dot+krause": ("GatedKrauseAttention", "all"),
     "consensus": ("SelfConsensus", "near"),
 }
 

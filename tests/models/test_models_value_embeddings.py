@@ -202,8 +202,9 @@ def test_autocast_adds_them_in_the_dtype_of_the_values():
 
 @pytest.mark.long
 def test_compiled_models_add_them():
-    model, tokens = model_of(window=4), tokens_of(2, 9)
-    torch.testing.assert_close(torch.compile(model, fullgraph=True)(tokens), model(tokens))
+    model, tokens = model_of(window=4, depth=2), tokens_of(2, 9)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(tokens), model(tokens))
     exported = torch.export.export(model, (tokens,))
     torch.testing.assert_close(exported.module()(tokens), model(tokens))
 
@@ -264,7 +265,7 @@ def test_wrong_arguments_are_named():
         plain.step(x[:, 0], plain.init_cache(2, None), tokens=tokens[:, 0])
     with pytest.raises(ValueError, match="value_embeddings must be None without value_projection"):
         ga.nn.DotProductAttention(D, H, value_projection=False, value_embeddings=V)
-    with pytest.raises(ValueError, match="value_embeddings must be at least 1, got 0|>= 1"):
+    with pytest.raises(ValueError, match="value_embeddings must be >= 1, got 0"):
         ga.nn.KrauseAttention(D, H, value_embeddings=0)
     with pytest.raises(ValueError, match="value_embeddings must be True or False, got 50"):
         ga.models.CausalLM(V, D, 2, H, value_embeddings=50)

@@ -47,10 +47,10 @@ class CausalLM(TiedModel):
         depth: number of blocks.
         heads: heads per layer, divides `dim`.
         mixer: "dot" (softmax attention), "dot-window" (the same, but it needs a `window`), "vlt"
-            (no value projection), "linear", "gka" (Gaussian kernel attention), "krause" or
-            "consensus"; or "mix" ("dot" in the first half of the blocks, "consensus" in the
-            second), "gka-consensus" or "krause-consensus"; or one entry per block: one of the first
-            seven, or a layer of width `dim`, of :mod:`graphattn.nn` or your own.
+            (no value projection), "linear", "gka" (Gaussian kernel attention), "krause",
+            "dot+krause" (both in every block, mixed by a gate) or "consensus"; or "mix" ("dot" in
+            the first half of the blocks, "consensus" in the second), "gka-consensus" or
+            "krause-consensus"; or one entry per block: one of the first eight, or a layer of width `dim`, of :mod:`graphattn.nn` or your own.
         mixer_options: further options of the named layers, such as ``{"top_k": 8}``. Every layer
             takes the options that it has; an option that no layer has is an error. A list contains
             one value per block. ``{"qk_norm": True}`` normalises queries and keys of "dot", as
@@ -59,7 +59,8 @@ class CausalLM(TiedModel):
             None for all earlier tokens; a pair (short, long) with `window_pattern`; or one per
             block, None for consensus blocks, which use `consensus_window` instead. "krause" without
             a window sees all earlier tokens, and it averages all of them unless you set
-            ``mixer_options={"top_k": k}``.
+            ``mixer_options={"top_k": k}``. It is the window of the dot product in "dot+krause",
+            which has another one for the Krause branch, ``mixer_options={"krause_window": w}``.
         window_pattern: the letters S (short window) and L (long window), one per block, repeated
             over all blocks. "SSSL" gives every fourth block the long window, as in the language
             model of *Projection-Free Transformers via Gaussian Kernel Attention*, Section 5.2,

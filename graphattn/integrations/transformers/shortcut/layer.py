@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.overrides import wrap_torch_function
 
 from graphattn.graphs.builders.windows import causal_window_graph
@@ -20,33 +18,9 @@ from graphattn.integrations.transformers.shortcut.masks import (
     dense,
     reach_of,
 )
+from graphattn.nn.gated_krause import Gate
 from graphattn.ops.attention.api import rbf_attention
 from graphattn.ops.attention.step.decode import decode_attention
-
-
-class Gate(nn.Module):
-    r"""Mixes two outputs per token with the weights softmax(W [standard; krause] + b).
-
-    It starts with W = 0 and b = (ln 4, 0): 0.8 of the layer's own output plus 0.2 of the shortcut.
-    """
-
-    def __init__(self, dim: int, device: Any, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(2, 2 * dim, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.tensor([math.log(4), 0.0], dtype=dtype).to(device))
-
-    def shares(self, standard: Tensor, krause: Tensor) -> Tensor:
-        """Return the two weights of every token, [*, N, 2], at least in float32."""
-        both = torch.cat([standard, krause], dim=-1)
-        with torch.autocast(both.device.type, enabled=False):
-            logits = functional.linear(both.to(self.weight.dtype), self.weight, self.bias)
-            return logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
-
-    def forward(self, standard: Tensor, krause: Tensor) -> Tensor:
-        """Return the mixture [*, N, dim], in the dtype of `standard`."""
-        share = self.shares(standard, krause)
-        mixed = share[..., :1] * standard + share[..., 1:] * krause
-        return mixed.to(standard.dtype)
 
 
 class KrauseShortcut(nn.Module):
