@@ -46,8 +46,8 @@ class SequenceEncoder(TokenModel):
         mixer: "dot", "dot-window", "vlt" (no value projection), "linear", "gka", "krause",
             "dot+krause" (:class:`~graphattn.nn.GatedKrauseAttention`) or "consensus"; or "mix"
             ("dot" in the first half, "consensus" in the second), "gka-consensus" or
-            "krause-consensus"; or one entry per block: one of the first eight, or a layer of width `dim`, of :mod:`graphattn.nn` or your own (see
-            :class:`~graphattn.nn.PreNormBlock`).
+            "krause-consensus"; or one entry per block: one of the first eight, or a layer of width
+            `dim`, of :mod:`graphattn.nn` or your own (see :class:`~graphattn.nn.PreNormBlock`).
         window: tokens on each side, for the mixers with a window, if a call gives no graph (2 in
             the paper).
         rank: rank of the consensus layers (4 in the paper).

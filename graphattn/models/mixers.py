@@ -159,9 +159,9 @@ def _check_value_embeddings(entries: list[Any], vocabularies: list[int | None]) 
             continue
         got = repr(entry) if isinstance(entry, str) else f"a {type(entry).__name__}"
         raise ValueError(
-            f"value_embeddings=True needs the mixer {', '.join(takers[:-1])} or {takers[-1]} in the "
-            f"last block and every second one before it, got {got} in block {place}. (A layer that "
-            "you make yourself gets its own, value_embeddings=vocab_size)"
+            f"value_embeddings=True needs the mixer {', '.join(takers[:-1])} or {takers[-1]} in "
+            f"the last block and every second one before it, got {got} in block {place}. (A layer "
+            "that you make yourself gets its own, value_embeddings=vocab_size)"
         )
 
 

@@ -132,6 +132,7 @@ _PRESETS: dict[str, Preset] = {
         },
         "language model with standard and Krause attention, 102.4 M parameters, GPT-2's vocabulary "
         "(Krause paper)",
+        {name: {"window": 32} for name in ("dot-window", "krause", "krause-consensus")},
     ),
     "text-1m": Preset(
         "CausalLM",

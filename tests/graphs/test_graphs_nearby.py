@@ -26,7 +26,7 @@ GRAPHS = {
     "in another order": lambda: ga.causal_graph(12).permute(torch.randperm(12)),
     "nothing": lambda: ga.causal_graph(0),
 }
-OF_BANDS = list(GRAPHS)[:6] + ["complete", "packed", "packed, one empty", "nothing"]
+OF_BANDS = [*list(GRAPHS)[:6], "complete", "packed", "packed, one empty", "nothing"]
 
 
 @pytest.mark.parametrize("window", [1, 2, 4, 100])
@@ -51,4 +51,6 @@ def test_of_bands_no_edge_is_listed_and_the_result_is_stored(name):
 
 
 def test_of_a_causal_graph_they_are_a_causal_window():
-    assert nearby_edges(ga.causal_graph(100), 8).structure == ga.causal_window_graph(100, 8).structure
+    assert (
+        nearby_edges(ga.causal_graph(100), 8).structure == ga.causal_window_graph(100, 8).structure
+    )

@@ -98,7 +98,7 @@ def test_it_is_its_blocks_one_after_the_other_on_causal_graphs(mixer):
     expected = (x * model.norm.weight) @ model.head.weight.T
     torch.testing.assert_close(model(tokens), expected, **CLOSE)
     names = [name for name, _ in model.named_parameters() if name.endswith("bias")]
-    assert all("edge_net" in name for name in names)
+    assert all("edge_net" in name or ".gate." in name for name in names)
 
 
 @EVERY_MIXER
@@ -367,6 +367,20 @@ def test_the_image_models_of_the_krause_paper_are_those_of_the_authors_code(
     block = 4 * (dim + 1) * dim + (dim + 1) * 4 * dim + (4 * dim + 1) * dim + 4 * dim + 8
     theirs = 256 * dim + tokens * dim + depth * block + 2 * dim + 256 * dim + 256
     assert model.num_parameters() == theirs - 256
+
+
+def test_the_language_model_of_the_krause_paper_is_that_of_the_authors_code():
+    model, d, hidden = preset("krause-lm-100m"), 768, 2048
+    attention = 8 * (d * d + d) + 12 + 2 * (2 * d) + 2  # two branches, sigmas, gate
+    block = attention + 2 * d * hidden + hidden + d + 2 * (2 * d)  # perceptron and norms
+    embeddings = 50_257 * d + 1024 * d
+    assert model.num_parameters() == embeddings + 8 * block + 2 * d == 102_420_848
+    assert model.windows == [None] * 8
+    assert is_tied(model)
+    for block in model.blocks:
+        mixer = block.mixer
+        assert (mixer.krause_window, mixer.krause.top_k, mixer.krause.init_sigma) == (32, 16, 2.5)
+        assert (mixer.dot.rotary, mixer.dot.top_k, mixer.heads) == (None, None, 12)
 
 
 @pytest.mark.parametrize(("name", "vocab"), [("text-1m", 256), ("dna-1m", 5)])

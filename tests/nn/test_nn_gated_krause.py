@@ -82,7 +82,11 @@ def test_every_token_gets_the_mixture_of_the_authors_code(options, window):
 
 
 def test_it_starts_with_a_share_of_four_fifths_for_the_dot_product():
-    layer, x, graph = ga.nn.GatedKrauseAttention(DIM, HEADS), torch.randn(9, DIM), ga.causal_graph(9)
+    layer, x, graph = (
+        ga.nn.GatedKrauseAttention(DIM, HEADS),
+        torch.randn(9, DIM),
+        ga.causal_graph(9),
+    )
     shares = layer.gate.shares(layer.dot(x, graph), layer.krause(x, graph))
     torch.testing.assert_close(shares, torch.tensor([0.8, 0.2]).expand(9, 2))
     with torch.no_grad():
@@ -134,9 +138,7 @@ def test_gradients_are_those_of_differences():
     parameters = [layer.get_parameter(name) for name in names]
 
     def call(x, *given):
-        return torch.func.functional_call(
-            layer, dict(zip(names, given, strict=True)), (x, graph)
-        )
+        return torch.func.functional_call(layer, dict(zip(names, given, strict=True)), (x, graph))
 
     assert torch.autograd.gradcheck(call, (x, *parameters), fast_mode=True)
 

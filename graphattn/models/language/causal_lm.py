@@ -50,7 +50,8 @@ class CausalLM(TiedModel):
             (no value projection), "linear", "gka" (Gaussian kernel attention), "krause",
             "dot+krause" (both in every block, mixed by a gate) or "consensus"; or "mix" ("dot" in
             the first half of the blocks, "consensus" in the second), "gka-consensus" or
-            "krause-consensus"; or one entry per block: one of the first eight, or a layer of width `dim`, of :mod:`graphattn.nn` or your own.
+            "krause-consensus"; or one entry per block: one of the first eight, or a layer of width
+            `dim`, of :mod:`graphattn.nn` or your own.
         mixer_options: further options of the named layers, such as ``{"top_k": 8}``. Every layer
             takes the options that it has; an option that no layer has is an error. A list contains
             one value per block. ``{"qk_norm": True}`` normalises queries and keys of "dot", as

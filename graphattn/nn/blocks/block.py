@@ -69,7 +69,7 @@ class PreNormBlock(Configured, nn.Module):
         - **valid**, **positions**: passed on to the mixer (keyword)
         - **edge_features**: passed on to the mixer if given; consensus layers take it (keyword)
         - **edge_bias**: passed on to the mixer if given; attention layers take it (keyword)
-        - **tokens**: passed on to the mixer if given; layers with value embeddings take it (keyword)
+        - **tokens**: passed on to the mixer if given; value embeddings take it (keyword)
         - **condition**: [*, condition_dim], one per sequence, or [*, N, condition_dim], one per
           token, which packed sequences need (keyword)
         - **output**: [*, N, dim]
@@ -298,7 +298,12 @@ class PreNormBlock(Configured, nn.Module):
         other = isinstance(cache, LayerCache) and x.dtype != cache.owner[1]
         if other and isinstance(mixer, GraphLayer):
             mixer.check_dtype("x", x)
-        if valid is None and positions is None and tokens is None and not torch.compiler.is_compiling():
+        if (
+            valid is None
+            and positions is None
+            and tokens is None
+            and not torch.compiler.is_compiling()
+        ):
             try:
                 return BlockRun(self, x, cache)(x)
             except UnknownModuleError:
