@@ -300,8 +300,11 @@ def _layer(
     given = {
         name: _of_block(name, value, place, depth)
         for name, value in options.items()
-        if name in kind.options or (name == "value_embeddings" and kind.has_values)
+        if name in kind.options
     }
+    if "value_embeddings" in options and kind.has_values:
+        name = "value_embeddings"
+        given[name] = _of_block(name, options[name], place, depth)
     return kind.layer(dim, heads, rope=rope, **dict(kind.fixed), **given)
 
 

@@ -435,11 +435,9 @@ class GraphAttention(AttentionSteps):
         return query, key, x if self.value_proj is None else self.value_proj(x)
 
     def flat_projections(self) -> tuple[nn.Linear | None, ...] | None:
-        return (
-            None
-            if self.qk_norm or self.embeds_values
-            else (self.query_proj, self.key_proj, self.value_proj)
-        )
+        if self.embeds_values:
+            return None
+        return None if self.qk_norm else (self.query_proj, self.key_proj, self.value_proj)
 
 
 def normalized(x: Tensor) -> Tensor:

@@ -200,6 +200,7 @@ class _Consensus(GraphLayer):
         valid: Valid,
         positions: Positions,
         weights: Any = False,
+        tokens: Tensor | None = None,
         **of_edges: Tensor | None,
     ) -> Any:
         """The template of a call, over the tokens of one rank if the graph is divided.
@@ -208,20 +209,22 @@ class _Consensus(GraphLayer):
         their hidden vectors. If the step moves both ends of an edge, an edge between two ranks is
         computed on both of them, so that nothing has to travel back.
         """
+        if tokens is not None:
+            self.with_embedding(x, x, tokens)  # says that there is none
         if self.iterations > 1:
             return self.iterated(x, context, graph, valid, positions, **of_edges)
         if not isinstance(graph, ShardedGraph):
             return super().forward_pass(x, context, graph, valid, positions, weights, **of_edges)
         both = self.update_rule == "energy" and context is x
         features = of_edges["edge_features"]
-        x, sources, tokens, pair = self.prepare(
+        x, sources, graph_of_rank, pair = self.prepare(
             x, context, graph, valid, per_edge=features is not None
         )
         if both and features is not None:
             features = graph.values_of_both_ends(features)
         places: Any = (None, None)
         if positions is not None:
-            places = self.resolve_positions(tokens, positions)
+            places = self.resolve_positions(graph_of_rank, positions)
         sent = {"sources": (sources, -2), "valid": (pair[1], -1), "positions": (places[1], -1)}
         if both:
             sent |= {"valid targets": (pair[0], -1), "of targets": (places[0], -1)}

@@ -3,6 +3,8 @@
 from mutation import Mutation
 
 LANGUAGE = "tests/models/test_models_causal_lm.py"
+VALUES = "tests/models/test_models_value_embeddings.py"
+GATED = "tests/nn/test_nn_gated_krause.py"
 GENERATION = "tests/models/test_models_generation.py"
 SPECULATIVE = "tests/models/test_models_speculative.py"
 MIXERS = "tests/models/test_models_mixers.py"
@@ -51,6 +53,55 @@ MUTATIONS = [
         "pattern[i % len(pattern)]",
         "pattern[(depth - 1 - i) % len(pattern)]",
         (f"{LANGUAGE}::test_logits_reach_back_as_far_as_the_windows_and_no_further[gka]",),
+    ),
+    Mutation(
+        "the first block has value embeddings in place of the last one",
+        "graphattn/models/mixers.py",
+        "value_embeddings if (depth - i) % 2 else None",
+        "value_embeddings if i % 2 == 0 else None",
+        (f"{VALUES}::test_the_last_block_and_every_second_one_before_it_have_them[2]",),
+    ),
+    Mutation(
+        "gates of value embeddings end at 1",
+        "graphattn/nn/blocks/value_embedding.py",
+        "gate = 2 * torch.sigmoid(",
+        "gate = torch.sigmoid(",
+        (f"{VALUES}::test_a_model_with_value_embeddings_is_nanochats_formula[dot]",),
+    ),
+    Mutation(
+        "tables of value embeddings start too wide",
+        "graphattn/nn/blocks/value_embedding.py",
+        "math.sqrt(3 / self.dim)",
+        "math.sqrt(6 / self.dim)",
+        (f"{VALUES}::test_they_start_as_in_nanochat",),
+    ),
+    Mutation(
+        "compiled steps leave value embeddings out",
+        "graphattn/nn/attention.py",
+        "if self.embeds_values:\n            return None\n        return None if self.qk_norm",
+        "return None if self.qk_norm",
+        (f"{VALUES}::test_steps_by_compiled_code_do_not_leave_them_out",),
+    ),
+    Mutation(
+        "the Krause branch sees what the dot product sees",
+        "graphattn/nn/gated_krause.py",
+        "near = nearby_edges(near, self.krause_window)",
+        "near = near",
+        (f"{GATED}::test_every_token_gets_the_mixture_of_the_authors_code[options0-None]",),
+    ),
+    Mutation(
+        "steps of the Krause branch see a token more than forward",
+        "graphattn/nn/gated_krause.py",
+        "min(near, default=None)",
+        "min([w + 1 for w in near], default=None)",
+        (f"{GATED}::test_steps_are_one_forward[False-None]",),
+    ),
+    Mutation(
+        "near edges reach a token further",
+        "graphattn/graphs/nearby.py",
+        "distance.abs() < window",
+        "distance.abs() <= window",
+        ("tests/graphs/test_graphs_nearby.py::test_near_edges_are_those_of_a_filter[listed-2]",),
     ),
     Mutation(
         "packed texts see each other",

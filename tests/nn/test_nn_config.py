@@ -56,6 +56,7 @@ def test_the_config_is_what_was_said_and_the_defaults():
         "backend": "auto",
         "attention_dropout": 0.0,
         "sink": False,
+        "value_embeddings": None,
     }
     block = ga.nn.PreNormBlock(layer, dropout=0.5)
     assert block.config == {

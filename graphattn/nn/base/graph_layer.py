@@ -312,7 +312,7 @@ class GraphLayer(Configured, Later):
                 f"value_embeddings, got {type(tokens).__name__}: attention with a value projection "
                 "(DotProductAttention, KrauseAttention) has value_embeddings=vocab_size"
             )
-        embedded: Tensor = self._modules["value_embedding"](value, x, tokens)  # type: ignore[misc]
+        embedded: Tensor = self._modules["value_embedding"](value, x, tokens)
         return embedded
 
     def split(self, x: Tensor, heads: int) -> Tensor:
