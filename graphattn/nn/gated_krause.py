@@ -21,7 +21,7 @@ from graphattn.nn.dot_product import DotProductAttention
 from graphattn.nn.files.config import Configured
 from graphattn.nn.krause import KrauseAttention
 from graphattn.nn.rotary import RotaryEmbedding
-from graphattn.ops.inputs import check_graph
+from graphattn.ops.inputs import check_graph, full_precision
 
 
 class Gate(nn.Module):
@@ -45,7 +45,7 @@ class Gate(nn.Module):
     def shares(self, standard: Tensor, krause: Tensor) -> Tensor:
         """Return the two weights of every token, [*, N, 2], at least in float32."""
         both = torch.cat([standard, krause], dim=-1)
-        with torch.autocast(both.device.type, enabled=False):
+        with full_precision(both.device):
             logits = functional.linear(both.to(self.weight.dtype), self.weight, self.bias)
             return logits.to(torch.promote_types(logits.dtype, torch.float32)).softmax(-1)
 

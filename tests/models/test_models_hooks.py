@@ -81,6 +81,11 @@ def test_operations_are_the_same_on_the_device_meta_and_count_every_matrix(name:
     assert ga.diagnostics.flops(empty, *on_meta.inputs, **on_meta.keywords) == count
 
 
+def layers_of(mixer: nn.Module) -> list[nn.Module]:
+    """The layers of a mixer: itself, or its two branches."""
+    return [mixer.dot, mixer.krause] if isinstance(mixer, ga.nn.GatedKrauseAttention) else [mixer]
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("name", zoo.ZOO)
 def test_records_change_no_bit_of_training_and_hold_every_attention_layer(
@@ -91,7 +96,8 @@ def test_records_change_no_bit_of_training_and_hold_every_attention_layer(
     if checkpointing:
         model.gradient_checkpointing_enable()
     consensus = (ga.nn.SelfConsensus, ga.nn.CrossConsensus)
-    layers = [block for block in zoo.blocks_of(model) if not isinstance(block.mixer, consensus)]
+    mixers = [part for b in zoo.blocks_of(model) for part in layers_of(b.mixer)]
+    layers = [mixer for mixer in mixers if not isinstance(mixer, consensus)]
 
     def forward() -> torch.Tensor:
         model.zero_grad()
@@ -214,7 +220,8 @@ def test_every_layer_of_a_model_gets_a_certificate(name: str) -> None:
     certificate = ga.spectral.certify(model, *batch.inputs, **batch.keywords)
     assert model.training
     names = {id(part): key for key, part in model.named_modules()}
-    assert {names[id(b.mixer)] for b in zoo.blocks_of(model)} <= set(certificate.parts)
+    layers = [part for b in zoo.blocks_of(model) for part in layers_of(b.mixer)]
+    assert {names[id(layer)] for layer in layers} <= set(certificate.parts)
     assert certificate.sound in (True, None)
     if not batch.keywords:
         assert certificate.to_json() == ga.spectral.certify(model, *batch.inputs).to_json()

@@ -206,6 +206,15 @@ ZOO: dict[str, Model] = {
     "linear language": Model(
         lambda: causal(mixer="linear", norm="rms", bias=False, rope=False), words
     ),
+    "language with value embeddings": Model(
+        lambda: causal(mixer="krause", value_embeddings=True, window=6, dropout=0.1), words
+    ),
+    "language of two branches": Model(
+        lambda: causal(
+            mixer="dot+krause", mixer_options={"krause_window": 6, "top_k": 3}, tie_weights=True
+        ),
+        words,
+    ),
     "vision": Model(lambda: vision(drop_path=0.2), images, has_lengths=False),
     "krause vision": Model(
         lambda: vision(mixer="krause", radius=1, mixer_options={"top_k": [2, 3]}),

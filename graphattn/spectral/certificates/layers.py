@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -229,7 +231,10 @@ def _largest(u: Tensor) -> float:
 def _attention_facts(
     layer: nn.Module, x: Tensor, graph: TokenGraph, positions: Tensor | None
 ) -> list[Fact]:
-    _, weights = layer(x, graph, positions=positions, return_attention_weights=True)  # [E, H]
+    given: dict[str, Any] = {"positions": positions, "return_attention_weights": True}
+    if getattr(layer, "embeds_values", False):  # any tokens, because weights do not read values
+        given["tokens"] = torch.zeros(len(x), dtype=torch.int64)
+    _, weights = layer(x, graph, **given)  # [E, H]
     target = graph.edge_index[1]
     sums = torch.zeros(graph.num_targets, weights.shape[-1], dtype=weights.dtype)
     sums.index_add_(0, target, weights)
