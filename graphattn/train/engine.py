@@ -56,7 +56,8 @@ def fit(
     training.
 
     Args:
-        model: the model, made with ``config.seed``; it is trained in place. A model of graphattn is
+        model: the model, made with ``config.seed``; it is trained in place, also with
+            ``config.ema_decay``, where evaluations and ``model/`` have the average instead. A model of graphattn is
             saved by :func:`graphattn.save`; of another module only the weights are saved.
         objective: the objective of the training.
         config: the config of the run, with ``out`` set and no value "auto" that training depends
@@ -185,6 +186,13 @@ def _check(model: Any, objective: Any, config: Any, train: Any, validation: Any)
         if len(examples) == 0:
             raise ValueError(f"{name} must contain at least one example, got none")
     _check_tracks(model, train)
+    for name in ("mixup", "cutmix"):
+        here, there = getattr(config, name), getattr(objective, name, 0)
+        if here not in (0, there):
+            raise ValueError(
+                f"{name} must be 0 or that of the objective, {there}, got {here}: "
+                f"give it to the objective, as in Classification(10, {name}={here})"
+            )
     if config.precision == "float16" and not torch.cuda.is_available():
         raise ValueError("precision must be 'float32' or 'bfloat16' on a CPU, got 'float16'")
     if config.gradient_checkpointing and not hasattr(model, "gradient_checkpointing_enable"):
@@ -261,7 +269,7 @@ def _open(path: Path, config: RunConfig, tokenizer: Any, data: str | None, args:
     """Prepare the folder: remove half-written files and log rows after the newest checkpoint."""
     checkpoints.remove_unfinished(path)
     (path / "checkpoints").mkdir(exist_ok=True)
-    checkpoints.check_newest(path)
+    checkpoints.check_newest(path, averages=config.ema_decay > 0)
     checkpoints.keep_checkpoints(path, config.keep, checkpoints.best_checkpoint(path))
     newest = max(checkpoints.complete_checkpoints(path), default=0)
     keep_rows(path / run_folder.LOG, newest)
@@ -378,7 +386,7 @@ def _write_model(trainer: GraphTrainer, path: Path) -> None:
     chosen = checkpoints.best_checkpoint(path)
     if chosen is None:
         checkpoints.write_folder(
-            path / "model", lambda aside: checkpoints.save_model(trainer.learned, aside)
+            path / "model", lambda aside: checkpoints.save_model(trainer.evaluated, aside)
         )
     else:
         checkpoints.copy_model(checkpoints.checkpoint_path(path, chosen), path / "model")

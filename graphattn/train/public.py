@@ -26,6 +26,7 @@ from graphattn.train.objectives.masking import (
     mask_tokens,
     masked_token_loss,
 )
+from graphattn.train.objectives.mixing import mix_images
 from graphattn.train.objectives.objective import Loss, Objective
 from graphattn.train.objectives.registry import objective
 from graphattn.train.objectives.regression import ResidueRegression
@@ -72,6 +73,7 @@ __all__ = [
     "mask_ratios",
     "mask_tokens",
     "masked_token_loss",
+    "mix_images",
     "objective",
     "parameter_groups",
     "prepare",

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from graphattn.data import TokenBatches
+from graphattn.nn.files import pretrained
+from graphattn.train.averaging import WeightAverage
 from graphattn.train.batches import EndlessBatches, TrainingLoader, lengths_of
 from graphattn.train.objectives.objective import Batch, Example, Loss, Objective
 from graphattn.train.parameters import parameter_groups
@@ -175,6 +177,13 @@ class GraphTrainer(Trainer):
             data_collator=functools.partial(_collated, objective),
             callbacks=[_Flow(self), *callbacks],
         )
+        # The Trainer has moved the model to its device before it is copied.
+        self.average = WeightAverage(model, config.ema_decay) if config.ema_decay else None
+
+    @property
+    def evaluated(self) -> nn.Module:
+        """Return the model that is evaluated and saved: the average of the weights, if any."""
+        return self.learned if self.average is None else self.average.module
 
     # Batches.
 
@@ -260,7 +269,7 @@ class GraphTrainer(Trainer):
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         batches = map(self._prepare_inputs, self.batches_of(dataset))
         with self.accelerator.autocast():
-            numbers = self.objective.evaluate(self.learned, batches, seed=self.config.seed)
+            numbers = self.objective.evaluate(self.evaluated, batches, seed=self.config.seed)
         if "loss" not in numbers:  # the best checkpoint is the one with the lowest loss
             raise ValueError(
                 f"objective must report a 'loss', got {sorted(numbers)} from a "
@@ -307,7 +316,9 @@ class GraphTrainer(Trainer):
 
         def write() -> None:
             if self.args.should_save:
-                checkpoints.save_model(self.learned, aside)
+                checkpoints.save_model(self.evaluated, aside)
+                if self.average is not None:
+                    checkpoints.save_weights(self.learned, aside / checkpoints.NOT_AVERAGED)
                 replace_text(aside / "running_loss.json", json.dumps(self.running.state()))
                 self.state.save_to_json(str(aside / checkpoints.STATE))
             self._save_optimizer_and_scheduler(str(aside))
@@ -340,19 +351,24 @@ class GraphTrainer(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         folder = Path(resume_from_checkpoint)
-        checkpoints.load_weights(self.learned, folder)
+        checkpoints.load_weights(self.evaluated, folder / pretrained.WEIGHTS)
+        if self.average is not None:
+            checkpoints.load_weights(self.learned, folder / checkpoints.NOT_AVERAGED)
+            self.average.n_averaged.fill_(self.start)  # one per step
         text = (folder / "running_loss.json").read_text(encoding="utf-8")
         self.running.load_state(json.loads(text))
 
 
 class _Flow(TrainerCallback):
-    """Callback that decides when a run stops, and what it does last."""
+    """Callback that averages weights, decides when a run stops, and what it does last."""
 
     def __init__(self, trainer: GraphTrainer) -> None:
         self.trainer = trainer
 
     def on_step_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> Any:
         running = self.trainer.running
+        if self.trainer.average is not None:
+            self.trainer.average.update_parameters(self.trainer.learned)
         if state.global_step >= state.max_steps:
             control.should_training_stop = control.should_log = control.should_save = True
             control.should_evaluate = self.trainer.eval_dataset is not None

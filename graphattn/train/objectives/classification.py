@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Generator, nn
+from torch import Generator, Tensor, nn
 
 from graphattn.graphs.arguments import as_choice, as_int, as_share
 from graphattn.train.batches import (
@@ -19,6 +19,8 @@ from graphattn.train.batches import (
     pooled_outputs,
     unwrapped,
 )
+from graphattn.train.checks import described
+from graphattn.train.objectives.mixing import check_alphas, mix_images
 from graphattn.train.objectives.objective import (
     Batch,
     Example,
@@ -47,11 +49,23 @@ class Classification(LikelihoodObjective):
 
     Evaluations report it as "loss", and the value without smoothing as "nats".
 
+    Images can be changed at random while the model is in training mode: first by `augment`, then by
+    Mixup and CutMix (:func:`mix_images`). The target is then a distribution, which label smoothing
+    also applies to, and the right class is the one with the larger share. A model in evaluation
+    mode gets the images as they are, so validation is not affected.
+
     Args:
         num_classes: K, the number of classes of the model.
         label_smoothing: s, in [0, 1).
+        mixup: alpha of Mixup; 0 for no Mixup.
+        cutmix: alpha of CutMix; 0 for no CutMix.
+        augment: a function or module that takes images [B, C, H, W] and returns images of the same
+            shape, for instance of kornia.augmentation. It draws from torch's default generators,
+            whose state is a part of checkpoints.
         per_token: whether every token has a class.
         packed: as in :class:`MaskedTokens`.
+
+    Source: GKA paper, Section 4.1, for the image recipe (label smoothing, Mixup and CutMix).
 
     Raises:
         ValueError: if an argument is not allowed; the message names it and says what is allowed.
@@ -65,6 +79,10 @@ class Classification(LikelihoodObjective):
         >>> objective.loss(model, batch).mean.backward()
         >>> sorted(objective.evaluate(model, [batch]))
         ['accuracy', 'loss', 'nats', 'perplexity']
+        >>> mixing = ga.train.Classification(10, label_smoothing=0.1, mixup=0.8, cutmix=1.0)
+        >>> mixing.loss(model.train(), batch).mean.backward()
+        >>> mixing.evaluate(model, [batch]) == objective.evaluate(model, [batch])
+        True
     """
 
     name = "classification"
@@ -74,6 +92,9 @@ class Classification(LikelihoodObjective):
         num_classes: int,
         label_smoothing: float = 0.0,
         *,
+        mixup: float = 0.0,
+        cutmix: float = 0.0,
+        augment: Callable[[Tensor], Tensor] | None = None,
         per_token: bool = False,
         packed: bool = False,
     ) -> None:
@@ -81,12 +102,32 @@ class Classification(LikelihoodObjective):
         self.label_smoothing = as_share("label_smoothing", label_smoothing)
         self.per_token = as_choice("per_token", per_token, (False, True))
         self.packed = as_choice("packed", packed, (False, True))
+        self.mixup, self.cutmix = check_alphas(mixup, cutmix)
+        if augment is not None and not callable(augment):
+            raise ValueError(
+                "augment must be a function of images [B, C, H, W], or None, got "
+                f"{type(augment).__name__}"
+            )
+        self.augment = augment
+        if self.per_token:
+            self._need_images("per_token=True")
+
+    def _need_images(self, given: str) -> None:
+        """Raise a ValueError if options for images are set."""
+        for name, off in (("mixup", 0), ("cutmix", 0), ("augment", None)):
+            if (value := getattr(self, name)) != off:
+                raise ValueError(
+                    f"{name} must be {off} with {given}, because only images can be changed, got "
+                    f"{value!r}"
+                )
 
     def collate(self, examples: Sequence[Example]) -> Batch:
         """Join images or sequences into one batch with "label" [B] or "labels" [B, N]."""
         if self.per_token:
             return collate_tokens(examples, "labels")
         is_image = all_have(checked(examples), "image")
+        if not is_image:
+            self._need_images("examples of tokens")
         batch = collate_images(examples) if is_image else collate_tokens(examples)
         batch["label"] = torch.tensor([self._label(example) for example in examples])
         return batch
@@ -129,12 +170,49 @@ class Classification(LikelihoodObjective):
 
     def loss(self, model: nn.Module, batch: Batch, generator: Generator | None = None) -> Loss:
         """Return the smoothed cross-entropy, "accuracy", and "nats" without smoothing."""
+        if getattr(model, "training", False) and "image" in batch:
+            batch = self._changed(batch, generator)
         logits, truth = self.guesses(model, batch, generator)
-        smoothed = nats(logits, truth, self.label_smoothing)
+        target = batch.get("target", truth)
+        smoothed = nats(logits, target, self.label_smoothing)
         with torch.no_grad():
-            plain = float(nats(logits, truth).sum() if self.label_smoothing else smoothed.sum())
+            plain = float(nats(logits, target).sum() if self.label_smoothing else smoothed.sum())
         sums = {"accuracy": num_right(logits, truth), "nats": plain}
         return loss_of(smoothed, len(truth), sums, (logits, truth))
+
+    def _changed(self, batch: Batch, generator: Generator | None) -> Batch:
+        """Return a batch with augmented and mixed images; "target" [B, K] are probabilities."""
+        images = batch["image"]
+        if self.augment is not None:
+            images = self._augmented(images, generator)
+        if not (self.mixup or self.cutmix):
+            return {**batch, "image": images}
+        images, target = mix_images(
+            images,
+            batch["label"],
+            self.num_classes,
+            mixup=self.mixup,
+            cutmix=self.cutmix,
+            generator=generator,
+        )
+        return {**batch, "image": images, "label": target.argmax(-1), "target": target}
+
+    def _augmented(self, images: Tensor, generator: Generator | None) -> Tensor:
+        assert self.augment is not None
+        if generator is None:
+            changed = self.augment(images)
+        else:  # `augment` draws from the default generators, so a generator gives their seed
+            seed = torch.randint(2**62, (), generator=generator, device=generator.device)
+            devices = [images.device] if images.device.type == "cuda" else []
+            with torch.random.fork_rng(devices):
+                torch.manual_seed(int(seed))
+                changed = self.augment(images)
+        if not isinstance(changed, Tensor) or changed.shape != images.shape:
+            raise ValueError(
+                f"augment must return images of the same shape, {list(images.shape)}, got "
+                f"{described(changed)}"
+            )
+        return changed
 
     def report(self, mean: float, means: dict[str, float]) -> dict[str, float]:
         """Return loss, nats, accuracy and the perplexity, exp(nats)."""

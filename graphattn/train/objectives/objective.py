@@ -197,11 +197,15 @@ def loss_of(
 def nats(logits: Tensor, truth: Tensor, label_smoothing: float = 0.0) -> Tensor:
     """Return the cross-entropy of guesses [n, K], -log p(truth), in nats [n]; at least in float32.
 
-    The share `label_smoothing` of the target probability is spread evenly over all K choices.
+    `truth` are the right choices [n], or floating-point probabilities of all choices [n, K]. The
+    share `label_smoothing` of the target probability is spread evenly over all K choices.
     """
-    truth = truth.long()
-    check_range(truth, logits.shape[-1], "tokens and labels", ", one per output of the model")
     logits = logits.to(compute_dtype(logits.dtype))
+    if truth.is_floating_point():
+        truth = truth.to(logits.dtype)
+    else:
+        truth = truth.long()
+        check_range(truth, logits.shape[-1], "tokens and labels", ", one per output of the model")
     return functional.cross_entropy(
         logits, truth, reduction="none", label_smoothing=label_smoothing
     )

@@ -19,6 +19,8 @@ from graphattn.train.runs.records import sync
 
 UNFINISHED = "."  # prefix of folders that are being written or removed
 STATE = "trainer_state.json"  # the name in transformers
+# With ema_decay, the weights in training: the model of a checkpoint is their average.
+NOT_AVERAGED = "not_averaged.safetensors"
 # What a checkpoint consists of, beside the weights, and what every file must have.
 ENTRIES = {
     STATE: {"global_step", "best_global_step"},
@@ -53,14 +55,18 @@ def best_checkpoint(folder: Path) -> int | None:
     return best if best in steps else steps[-1]
 
 
-def check_newest(folder: Path) -> None:
-    """Raise a ValueError if a file of the newest checkpoint is missing or broken."""
+def check_newest(folder: Path, *, averages: bool = False) -> None:
+    """Raise a ValueError if a file of the newest checkpoint is missing or broken.
+
+    `averages` says that the run averages its weights.
+    """
     steps = complete_checkpoints(folder)
     if not steps:
         return
     path = checkpoint_path(folder, steps[-1])
     random = [file.name for file in path.glob("rng_state*.pth")] or ["rng_state.pth"]
-    for name in (pretrained.WEIGHTS, *(file for file in ENTRIES if file != "rng_state"), *random):
+    weights = [pretrained.WEIGHTS, *[NOT_AVERAGED] * averages]
+    for name in (*weights, *(file for file in ENTRIES if file != "rng_state"), *random):
         if (wrong := _what_is_wrong(path / name)) is not None:
             before = f"the checkpoint of step {steps[-2]}" if len(steps) > 1 else "the start"
             raise ValueError(
@@ -156,8 +162,6 @@ def _remove(path: Path) -> None:
 
 def save_model(model: nn.Module, folder: Path) -> None:
     """Write a model by :func:`graphattn.save`, or only its weights if that is not possible."""
-    from safetensors.torch import save_model as save_numbers
-
     if isinstance(model, Configured):
         try:
             pretrained.save(model, folder)
@@ -165,15 +169,21 @@ def save_model(model: nn.Module, folder: Path) -> None:
         except ValueError:  # it contains other classes, or has been changed after construction
             pass
     folder.mkdir(parents=True, exist_ok=True)
-    save_numbers(model, str(folder / pretrained.WEIGHTS))
+    save_weights(model, folder / pretrained.WEIGHTS)
 
 
-def load_weights(model: nn.Module, folder: Path) -> None:
-    """Read the weights written by :func:`save_model` into a model with the same shapes."""
+def save_weights(model: nn.Module, path: Path) -> None:
+    """Write only the weights of a model."""
+    from safetensors.torch import save_model as save_numbers
+
+    save_numbers(model, str(path))
+
+
+def load_weights(model: nn.Module, path: Path) -> None:
+    """Read the weights of a file into a model with the same shapes."""
     from safetensors import SafetensorError
     from safetensors.torch import load_model
 
-    path = folder / pretrained.WEIGHTS
     try:
         load_model(model, path, strict=True)
     except (SafetensorError, RuntimeError) as error:

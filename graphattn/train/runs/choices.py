@@ -154,6 +154,25 @@ def objective_options(config: RunConfig, corpus: Corpus, model: nn.Module) -> di
     return options
 
 
+def mixing(config: RunConfig) -> dict[str, float]:
+    """Return those options of the run that mix images; a ValueError if they cannot be used."""
+    chosen = {}
+    for name in ("mixup", "cutmix"):
+        if name in config.objective_options:
+            raise ValueError(
+                f"objective_options must not contain {name!r}, because it is an option of the run: "
+                f"set {name} itself"
+            )
+        if value := getattr(config, name):
+            if (config.objective, config.kind) != ("classification", "images"):
+                raise ValueError(
+                    f"{name} must be 0 for objective {config.objective!r} and data of kind "
+                    f"{config.kind!r}, because only the classes of images can be mixed, got {value}"
+                )
+            chosen[name] = value
+    return chosen
+
+
 def tokens_of_image(model: nn.Module) -> int:
     """Return the number of tokens that a model makes of an image."""
     config = unwrapped(model).config

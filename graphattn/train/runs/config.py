@@ -124,6 +124,18 @@ class RunConfig:
     objective_options: dict[str, Any] = option(
         {}, "further arguments of the objective, such as {mask_ratio: 0.3} for masked."
     )
+    mixup: float = option(
+        0.0,
+        "alpha of Mixup for classes of images, such as 0.8: training images are mixed in pairs; 0 "
+        "for no Mixup.",
+        also="mixup_alpha",
+    )
+    cutmix: float = option(
+        0.0,
+        "alpha of CutMix for classes of images, such as 1.0: a box of another training image is "
+        "pasted in; 0 for no CutMix. If both are on, each batch uses one of them.",
+        also="cutmix_alpha",
+    )
     steps: int = option(
         500,
         "number of steps of the optimizer, that is, of updates of the weights.",
@@ -161,6 +173,12 @@ class RunConfig:
         1.0,
         "maximal norm of the gradient; a larger gradient is scaled down to it. 0 for no limit.",
         also="max_grad_norm grad_clip gradient_clip_val",
+    )
+    ema_decay: float = option(
+        0.0,
+        "decay per step of an exponential moving average of the weights, such as 0.999, which is "
+        "evaluated and saved instead of the weights; 0 for no average.",
+        also="ema model_ema model_ema_decay",
     )
     precision: Literal["float32", "bfloat16", "float16"] = option(
         "float32", '"float32", "bfloat16" or "float16" (autocast).'
@@ -213,7 +231,7 @@ class RunConfig:
     )
 
     def __post_init__(self) -> None:
-        from graphattn.graphs.arguments import as_choice, as_float, as_int  # imports torch
+        from graphattn.graphs.arguments import as_choice, as_float, as_int, as_share  # imports torch
 
         for each in dataclasses.fields(self):
             name, kind = each.name, each.type
@@ -228,6 +246,7 @@ class RunConfig:
             elif plain is not Any and not isinstance(value, plain):
                 raise ValueError(f"{name} must be a {plain.__name__}, got {value!r}")
             setattr(self, name, value)
+        as_share("ema_decay", self.ema_decay)
         if self.seed >= 2**32:
             raise ValueError(f"seed must be < 2**32, as numpy's must, got {self.seed}")
         if self.validation + self.test >= 1:

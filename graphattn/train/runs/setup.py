@@ -17,6 +17,7 @@ from graphattn.train.objectives.registry import objective as make_objective
 from graphattn.train.runs.choices import (
     choose_model,
     choose_objective,
+    mixing,
     objective_options,
     tokens_of_image,
 )
@@ -145,7 +146,7 @@ def prepare(config: RunConfig) -> Prepared:
     for name, part in parts.items():
         most = config.validation_tokens if name == "validation" else 0
         examples[name] = Examples(part, config.length, of_image, most) if len(part) else None
-    objective = make_objective(config.objective, **config.objective_options)
+    objective = make_objective(config.objective, **config.objective_options, **mixing(config))
     # The config ensures that data for training remains.
     return Prepared(config, corpus, parts, **examples, model=model, objective=objective,
                     tokenizer=corpus.tokenizer)  # fmt: skip
