@@ -97,8 +97,11 @@ def _length(example: Example, model: nn.Module) -> int:
         raise ValueError(
             f"examples must contain 'tokens' or an 'image', got the keys {sorted(example)}"
         )
-    size = getattr(model, "patch_size", 1)
-    sides = size if isinstance(size, tuple) else (size, size)
+    inner: Any = unwrapped(model)
+    made_with = getattr(inner, "config", None)  # of models of graphattn
+    known = made_with if isinstance(made_with, Mapping) else vars(inner)
+    size = known.get("patch_size", 1)
+    sides = size if isinstance(size, tuple | list) else (size, size)
     height, width = example["image"].shape[-2:]
     return -(-height // int(sides[0])) * -(-width // int(sides[1]))
 

@@ -56,9 +56,10 @@ def fit(
     training.
 
     Args:
-        model: the model, made with ``config.seed``; it is trained in place, also with
-            ``config.ema_decay``, where evaluations and ``model/`` have the average instead. A model of graphattn is
-            saved by :func:`graphattn.save`; of another module only the weights are saved.
+        model: the model, made with ``config.seed``; it is trained in place. With
+            ``config.ema_decay``, evaluations and ``model/`` have the average of its weights
+            instead. A model of graphattn is saved by :func:`graphattn.save`; of another module only
+            the weights are saved.
         objective: the objective of the training.
         config: the config of the run, with ``out`` set and no value "auto" that training depends
             on.

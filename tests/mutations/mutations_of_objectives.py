@@ -8,6 +8,7 @@ SOURCES = "tests/train/test_train_masked_tracks.py"
 SCHEDULES = "tests/train/test_train_schedules.py"
 CAUSAL = "tests/train/test_train_causal.py"
 CLASSES = "tests/train/test_train_classification.py"
+MIXING = "tests/train/test_train_mixing.py"
 REGRESSION = "tests/train/test_train_regression.py"
 SCORES = "tests/train/test_train_diffusion_loss.py"
 SAMPLER = "tests/train/test_train_diffusion_sampler.py"
@@ -153,9 +154,48 @@ MUTATIONS = [
     Mutation(
         "the perplexity of classes is that of smoothed labels",
         "graphattn/train/objectives/classification.py",
-        "nats(logits, truth).sum() if self.label_smoothing else smoothed.sum()",
+        "nats(logits, target).sum() if self.label_smoothing else smoothed.sum()",
         "smoothed.sum()",
         (f"{CLASSES}::test_the_loss_of_images_is_the_one_of_transformers_and_scikit_learn",),
+    ),
+    Mutation(
+        "the label of CutMix keeps the share that was drawn, before the box is clipped",
+        "graphattn/train/objectives/mixing.py",
+        "share = 1 - cut / (height * width)",
+        "pass",
+        (
+            f"{MIXING}::test_the_box_has_the_area_that_the_beta_distribution_says_before_it_is_clipped",
+        ),
+    ),
+    Mutation(
+        "the side of the box is the share, not its root",
+        "graphattn/train/objectives/mixing.py",
+        "math.sqrt(1 - share)",
+        "(1 - share)",
+        (
+            f"{MIXING}::test_the_box_has_the_area_that_the_beta_distribution_says_before_it_is_clipped",
+        ),
+    ),
+    Mutation(
+        "labels are mixed the other way round than pixels",
+        "graphattn/train/objectives/mixing.py",
+        "torch.lerp(target.flip(0), target, share)",
+        "torch.lerp(target, target.flip(0), share)",
+        (f"{MIXING}::test_mixup_mixes_pixels_and_labels_with_one_share_of_the_beta_distribution",),
+    ),
+    Mutation(
+        "CutMix is never chosen if both are on",
+        "graphattn/train/objectives/mixing.py",
+        "float(drawn) < CUTMIX_PROBABILITY",
+        "float(drawn) < 0",
+        (f"{MIXING}::test_with_both_on_half_of_the_batches_are_of_each",),
+    ),
+    Mutation(
+        "validation images are mixed",
+        "graphattn/train/objectives/classification.py",
+        'getattr(model, "training", False) and "image" in batch',
+        '"image" in batch',
+        (f"{MIXING}::test_an_evaluation_sees_the_images_as_they_are",),
     ),
     Mutation(
         "padding has the first class",

@@ -3,6 +3,7 @@
 from mutation import Mutation
 
 MASKING = "tests/train/test_train_masking.py"
+AVERAGES = "tests/train/test_train_averaging.py"
 ENGINE = "tests/train/test_train_engine.py"
 FOLDERS = "tests/train/test_train_run_folders.py"
 KILLS = "tests/train/test_train_kills.py"
@@ -19,6 +20,34 @@ MUTATIONS = [
         "if missing := [name for name in tracks if name not in given]:",
         "if False:",
         (f"{ENGINE}::test_tracks_that_no_example_has_are_refused",),
+    ),
+    Mutation(
+        "a continued run starts its average of weights again",
+        "graphattn/train/trainer.py",
+        "self.average.n_averaged.fill_(self.start)",
+        "self.average.n_averaged.fill_(0)",
+        (f"{AVERAGES}::test_a_run_that_was_interrupted_has_the_same_averages_as_undisturbed",),
+    ),
+    Mutation(
+        "validation is of the weights, not of their average",
+        "graphattn/train/trainer.py",
+        "self.objective.evaluate(self.evaluated, batches",
+        "self.objective.evaluate(self.learned, batches",
+        (f"{AVERAGES}::test_a_run_saves_and_evaluates_the_averages_of_a_plain_loop",),
+    ),
+    Mutation(
+        "masks with infinities become NaN in an average",
+        "graphattn/train/averaging.py",
+        "buffer.is_floating_point() and bool(buffer.isfinite().all())",
+        "buffer.is_floating_point()",
+        (f"{AVERAGES}::test_statistics_are_averaged_and_masks_integers_and_flags_are_copied",),
+    ),
+    Mutation(
+        "the length of an image is its number of pixels",
+        "graphattn/train/batches.py",
+        'known.get("patch_size", 1)',
+        "1",
+        ("tests/train/test_train_mixing.py::test_the_length_of_an_image_is_its_number_of_patches",),
     ),
     Mutation(
         "structures are evaluated in pieces as long as in training",

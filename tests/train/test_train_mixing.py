@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 import pickle
+import signal
 
 import pytest
+import tiny_runs
 import torch
 from draws import generator
 from scipy.stats import kstest
 from torch import nn
 
 import graphattn as ga
+from graphattn.train.batches import lengths_of
 
 K = 5
 
@@ -261,6 +265,59 @@ def test_a_compiled_vision_transformer_under_autocast_is_trained_on_mixed_images
     assert float(near.detach()) == pytest.approx(float(plain.detach()), rel=3e-2)
 
 
+# Runs.
+
+
+def test_the_length_of_an_image_is_its_number_of_patches():
+    example = [{"image": torch.zeros(1, 8, 8), "label": 0}]
+    vision = ga.models.VisionTransformer(8, (2, 4), 3, 8, 1, 2, channels=1)
+    swin = ga.models.SwinTransformer(8, 2, 3, 8, (1,), (1,), window_size=2, channels=1)
+    own = nn.Linear(1, 1)
+    assert [int(lengths_of(example, model)) for model in (vision, swin, own)] == [8, 16, 64]
+    own.patch_size = 4
+    assert int(lengths_of(example, own)) == 4
+
+
+def train_on_images(out, *, callbacks=(), **changes):
+    """A run with everything that is drawn: order, augmentation, mixing, dropout."""
+    torch.manual_seed(0)
+    model = ga.models.VisionTransformer(8, 4, 3, 8, 1, 2, channels=1, dropout=0.1, drop_path=0.1)
+    objective = ga.train.Classification(
+        3, 0.1, mixup=0.8, cutmix=1.0, augment=lambda images: images + torch.rand(1)
+    )
+    random = generator(1)
+    examples = [{"image": torch.rand(1, 8, 8, generator=random), "label": k % 3} for k in range(22)]
+    config = tiny_runs.config(out, batch_tokens=20, steps=9, ema_decay=0.5, **changes)
+    return ga.train.fit(model, objective, config, examples[:18], examples[18:], callbacks=callbacks)
+
+
+@pytest.mark.usefixtures("short_collections")
+def test_a_run_on_mixed_images_that_was_interrupted_ends_as_if_undisturbed(tmp_path):
+    stop = tiny_runs.At(4, lambda _: os.kill(os.getpid(), signal.SIGINT))
+    assert train_on_images(tmp_path / "run", callbacks=[stop]).status == "interrupted"
+    again, straight = (train_on_images(tmp_path / name) for name in ("run", "straight"))
+    assert again.info["continued"] == [5]
+    ours, wanted = (tiny_runs.results(run.path) for run in (again, straight))
+    for name in ("log.jsonl", "model", "moments", "random"):
+        assert ours[name] == wanted[name]
+
+
+@pytest.mark.parametrize("change", [{"mixup": 0.4}, {"cutmix": 0.5}])
+def test_a_config_with_another_mixing_than_the_objective_is_refused(tmp_path, change):
+    ((name, value),) = change.items()
+    there = {"mixup": 0.8, "cutmix": 1.0}[name]
+    says = f"{name} must be 0 or that of the objective, {there}, got {value}: give it to the objec"
+    with pytest.raises(ValueError, match=says):
+        train_on_images(tmp_path / "run", **change)
+    with pytest.raises(ValueError, match=rf"{name} must be 0 or that of the objective, 0, got"):
+        ga.train.fit(
+            tiny_runs.model(),
+            tiny_runs.Hidden(),
+            tiny_runs.config(tmp_path / "run", **change),
+            tiny_runs.examples(),
+        )
+
+
 def test_options_that_images_alone_have_are_refused_for_tokens_and_bad_ones_by_name():
     tokens = [{"tokens": torch.arange(4), "label": 1}]
     for name, value in (("mixup", 0.8), ("cutmix", 1.0), ("augment", torch.abs)):
@@ -270,7 +327,7 @@ def test_options_that_images_alone_have_are_refused_for_tokens_and_bad_ones_by_n
             ga.train.Classification(2, **{name: value}, per_token=True)
     with pytest.raises(ValueError, match="mixup must be a finite number >= 0, got -1"):
         ga.train.Classification(2, mixup=-1)
-    with pytest.raises(ValueError, match="augment must be a function of images .* got str"):
+    with pytest.raises(ValueError, match=r"augment must be a function of images .* got str"):
         ga.train.Classification(2, augment="randaugment")
     cropped = ga.train.Classification(3, augment=lambda images: images[..., 1:])
     with pytest.raises(ValueError, match=r"augment must return images of the same shape, \[6, 1,"):

@@ -113,9 +113,7 @@ def check_alphas(mixup: float, cutmix: float) -> tuple[float, float]:
     )
 
 
-def _side(
-    length: int, share: float, generator: Generator | None, device: torch.device
-) -> slice:
+def _side(length: int, share: float, generator: Generator | None, device: torch.device) -> slice:
     """Draw one side of the box, clipped at the borders of the image."""
     half = int(length * math.sqrt(1 - share)) // 2
     center = int(torch.randint(length, (), generator=generator, device=device))

@@ -231,7 +231,12 @@ class RunConfig:
     )
 
     def __post_init__(self) -> None:
-        from graphattn.graphs.arguments import as_choice, as_float, as_int, as_share  # imports torch
+        from graphattn.graphs.arguments import (
+            as_choice,
+            as_float,
+            as_int,
+            as_share,
+        )  # imports torch
 
         for each in dataclasses.fields(self):
             name, kind = each.name, each.type
