@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 from typing import Any
@@ -133,6 +134,31 @@ def test_an_average_goes_with_recomputed_activations_and_autocast(tmp_path):
     for name, value in theirs.items():
         assert ours[name].dtype == torch.float32
         torch.testing.assert_close(ours[name], value, rtol=0.1, atol=0.05)
+
+
+@pytest.mark.long
+def test_two_processes_have_the_average_of_one_with_twice_the_batches(server, tmp_path):
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    options = {"certain": True, "ema_decay": DECAY}
+    assert server.train(alone, accumulate=4, **options) == [0]
+    assert server.train(together, accumulate=2, processes=2, **options) == [0, 0]
+    ours, wanted = (load_file(each / "model/model.safetensors") for each in (together, alone))
+    for name, value in wanted.items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.long
+def test_the_average_of_a_compiled_model_is_saved_under_the_same_names(tmp_path, monkeypatch):
+    options = {"steps": 2, "ema_decay": DECAY, "save_every": 2, "evaluate_every": 2}
+    # A backend that takes seconds, not minutes, and wraps the model in the same way.
+    monkeypatch.setattr(
+        nn.Module, "compile", functools.partialmethod(nn.Module.compile, backend="eager")
+    )
+    runs = [tiny_runs.train(tmp_path / str(on), compile=on, **options) for on in (False, True)]
+    plain, ours = (load_file(run.path / "model/model.safetensors") for run in runs)
+    assert plain.keys() == ours.keys()
+    for name, value in plain.items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-3, atol=1e-4)
 
 
 # The average itself.
