@@ -286,6 +286,13 @@ MUTATIONS = [
         ),
     ),
     Mutation(
+        "steps of sq_inplace project tokens that are not divided",
+        "graphattn/nn/dot_product.py",
+        'super().project_flat(x if self.scaling == "sdp" else self._divided(x))',
+        "super().project_flat(x)",
+        ("tests/nn/test_nn_block_steps.py::test_steps_are_one_forward",),
+    ),
+    Mutation(
         "query head h reads key head h % Hk",
         "graphattn/ops/inputs.py",
         "x.repeat_interleave(repeats, dim=-2)",

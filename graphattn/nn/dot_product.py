@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
-from torch import nn
+from torch import Tensor, nn
 
+from graphattn.graphs.arguments import as_choice
 from graphattn.nn.attention import GraphAttention
+from graphattn.nn.base.graph_layer import Rotations
 from graphattn.nn.rotary import RotaryEmbedding
 from graphattn.ops.attention.logits.score import DotProduct, Score
 
@@ -34,6 +37,8 @@ class DotProductAttention(GraphAttention):
         qk_norm: parameter-free RMS norm of queries and keys per head, before the rotation, which
             keeps their norm (nanochat, the language baseline of Projection-Free Transformers,
             Section 5.1). Logits then lie within sqrt(D), and a cache holds normalised keys.
+        scaling: "sdp" (scaled dot product), or "sq_inplace" for the input divided by sqrt(D) and
+            logits without a scale. A `qk_norm` would undo the latter, so it must be False.
         top_k: sources kept per target and head, the largest logits; all if None.
         bias: whether the projections have biases.
         backend: "auto", or one of :func:`~graphattn.backends`; "reference" runs `message()` through
@@ -79,6 +84,8 @@ class DotProductAttention(GraphAttention):
         torch.Size([2, 10, 16])
     """
 
+    scaling: str = "sdp"
+
     def __init__(
         self,
         dim: int,
@@ -89,6 +96,7 @@ class DotProductAttention(GraphAttention):
         context_dim: int | None = None,
         rope: bool | RotaryEmbedding = False,
         qk_norm: bool = False,
+        scaling: Literal["sdp", "sq_inplace"] = "sdp",
         top_k: int | None = None,
         bias: bool = True,
         backend: str = "auto",
@@ -127,6 +135,16 @@ class DotProductAttention(GraphAttention):
         if not isinstance(qk_norm, bool):
             raise ValueError(f"qk_norm must be True or False, got {qk_norm!r}")
         self.qk_norm = qk_norm
+        if isinstance(scaling, str) and scaling == "sq":
+            raise ValueError(
+                "scaling must be 'sdp' or 'sq_inplace', got 'sq': to scale the queries alone is to "
+                "scale the product, so use 'sdp'"
+            )
+        self.scaling = as_choice("scaling", scaling, ("sdp", "sq_inplace"))
+        if qk_norm and scaling != "sdp":
+            raise ValueError(
+                f"scaling must be 'sdp' with qk_norm=True, which undoes any other, got {scaling!r}"
+            )
         kv_dim = self.kv_heads * self.head_dim
         self.query_proj = nn.Linear(self.dim, self.dim, bias=bias)
         self.key_proj = nn.Linear(self.context_dim, kv_dim, bias=bias)
@@ -136,4 +154,21 @@ class DotProductAttention(GraphAttention):
         self.output_proj = nn.Linear(self.dim, self.dim, bias=bias)
 
     def score(self) -> Score:
-        return DotProduct(1 / math.sqrt(self.head_dim))
+        return DotProduct(1 / math.sqrt(self.head_dim) if self.scaling == "sdp" else 1.0)
+
+    def project(self, x: Tensor, context: Tensor, rotations: Rotations) -> tuple[Tensor, ...]:
+        if self.scaling == "sdp":
+            return super().project(x, context, rotations)
+        scaled = self._divided(x)
+        sources = scaled if context is x else self._divided(context)
+        return super().project(scaled, sources, rotations)
+
+    def project_flat(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None] | None:
+        return super().project_flat(x if self.scaling == "sdp" else self._divided(x))
+
+    def flat_projections(self) -> tuple[nn.Linear | None, ...] | None:
+        # The C++ step of a whole block applies them to the tokens as they are.
+        return super().flat_projections() if self.scaling == "sdp" else None
+
+    def _divided(self, x: Tensor) -> Tensor:
+        return x / math.sqrt(self.head_dim)

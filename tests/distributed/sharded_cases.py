@@ -68,6 +68,7 @@ GRAPHS: dict[str, Callable[[random.Random, int, int], ga.TokenGraph]] = {
 SOFTMAX: dict[str, Callable[[], nn.Module]] = {
     "dot": lambda: ga.nn.DotProductAttention(DIM, HEADS, kv_heads=1, rope=True, sink=True),
     "dot, softcap": lambda: ga.nn.DotProductAttention(DIM, HEADS, softcap=2.0),
+    "dot, in place": lambda: ga.nn.DotProductAttention(DIM, HEADS, scaling="sq_inplace"),
     "dot, top-k": lambda: ga.nn.DotProductAttention(DIM, HEADS, kv_heads=1, top_k=3),
 }
 LINEAR: dict[str, Callable[[], nn.Module]] = {

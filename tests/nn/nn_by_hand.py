@@ -90,6 +90,8 @@ def _cases() -> list[Case]:
         {"softcap": 0.3, "sink": True, "kv_heads": 1, "rope": True},
         {"qk_norm": True, "kv_heads": 2, "rope": True},
         {"qk_norm": True, "value_projection": False, "top_k": 2},
+        {"scaling": "sq_inplace"},
+        {"scaling": "sq_inplace", "value_projection": False, "rope": True, "top_k": 2},
     ]
     krause = [
         {},
@@ -122,6 +124,7 @@ def _cases() -> list[Case]:
         Case("DotProductAttention", {"context_dim": 10, "top_k": 2, "bias": False}, 10),
         Case("DotProductAttention", {"value_projection": False, "rope": BASE_100}, DIM),
         Case("DotProductAttention", {"context_dim": 10, "qk_norm": True, "rope": True}, 10),
+        Case("DotProductAttention", {"context_dim": 10, "scaling": "sq_inplace"}, 10),
     ]
     cases += [Case("KrauseAttention", options) for options in krause]
     cases += [Case("GaussianKernelAttention", options) for options in gaussian]
@@ -315,6 +318,9 @@ def _attention_by_hand(
             query = _rms_normed(query)
         key = value = query
     else:
+        in_place = case.options.get("scaling") == "sq_inplace"
+        if in_place:
+            x, context = x / HEAD_DIM**0.5, context / HEAD_DIM**0.5
         query = rotate(into_heads(linear(state, "query_proj", x)), positions[0], case.rope_base)
         key = into_heads(linear(state, "key_proj", context), kv_heads)
         key = rotate(key, positions[1], case.rope_base)
@@ -326,6 +332,7 @@ def _attention_by_hand(
     options: dict[str, Any] = {"top_k": case.options.get("top_k"), "sink": state.get("sink")}
     if case.kind == "DotProductAttention":
         options["softcap"] = case.options.get("softcap")
+        options["scale"] = 1.0 if in_place else None
         mixed = ga.dot_product_attention(query, key, value, graph, **masks, **options)
     else:
         sigma, options["eps"] = state["log_sigma"].exp(), case.options.get("eps", 0.0)

@@ -21,6 +21,7 @@ STEPPING = [
     Case("SelfConsensus", {"edge_hidden": 6, "update": "target", "step_size": "auto"}),
     Case("DotProductAttention", {"qk_norm": True, "kv_heads": 2, "rope": True}),
     Case("GaussianKernelAttention", {"top_k": 3, "eps": 0.1, "rope": True}),
+    Case("DotProductAttention", {"scaling": "sq_inplace", "kv_heads": 2, "rope": True}),
 ]
 
 

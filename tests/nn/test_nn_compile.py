@@ -15,6 +15,7 @@ LAYERS = {
     "DotProductAttention, sink, softcap": lambda: ga.nn.DotProductAttention(
         8, 2, sink=True, softcap=2.0
     ),
+    "DotProductAttention, in place": lambda: ga.nn.DotProductAttention(8, 2, scaling="sq_inplace"),
     "LinearAttention": lambda: ga.nn.LinearAttention(8, 2, rope=True),
     "SelfConsensus, target": lambda: ga.nn.SelfConsensus(
         8, 2, rank=2, edge_hidden=4, update="target", step_size="auto"

@@ -129,6 +129,7 @@ OTHER_MATHEMATICS = [
     ("KrauseAttention", {"rope": Rotary(4, base=500.0)}, {"rope": True}, "rope"),
     ("DotProductAttention", {"top_k": 2, "rope": True}, {"top_k": 8}, "top_k"),
     ("DotProductAttention", {"qk_norm": True}, {}, "qk_norm"),
+    ("DotProductAttention", {"scaling": "sq_inplace"}, {}, "scaling"),
     ("GaussianKernelAttention", {"top_k": 2}, {}, "top_k"),
     ("GaussianKernelAttention", {"eps": 0.5}, {}, "eps"),
     ("GaussianKernelAttention", {"normalize": True}, {}, "normalize"),

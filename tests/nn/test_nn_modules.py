@@ -145,6 +145,7 @@ NOT_DEFAULT = {
         "context_dim": 8,
         "rope": True,
         "qk_norm": True,
+        "scaling": "sq_inplace",
         "top_k": 3,
         "bias": False,
         "backend": "reference",

@@ -18,6 +18,7 @@ import torch
 from nn_by_hand import (
     BASE_100,
     DIM,
+    HEAD_DIM,
     HEADS,
     Case,
     hidden_of,
@@ -80,11 +81,13 @@ def attention_cases() -> list[Case]:
         cases += product("DotProductAttention", context, **dot, rope=rope)
         cases += product("DotProductAttention", context, **dot, bias=(False,))
         cases += product("DotProductAttention", context, **dot, rope=rope, qk_norm=(True,))
+        cases += product("DotProductAttention", context, **dot, rope=rope, scaling=("sq_inplace",))
     for context in (None, DIM):
         dot = {"value_projection": (False,), "top_k": (None, 2)}
         cases += product("DotProductAttention", context, **dot, rope=rope)
         cases += product("DotProductAttention", context, **dot, bias=(False,))
         cases += product("DotProductAttention", context, **dot, rope=rope, qk_norm=(True,))
+        cases += product("DotProductAttention", context, **dot, rope=rope, scaling=("sq_inplace",))
     krause: dict[str, tuple] = {"kv_heads": (None, 1, 2), "top_k": (None, 2)}
     krause |= {"sigma_per_head": (True, False), "init_sigma": (0.8,)}
     cases += product("KrauseAttention", **krause, rope=rope)
@@ -152,6 +155,8 @@ def by_equations(
         key = value = query
     else:
         kv_heads = options.get("kv_heads") or HEADS
+        if in_place := options.get("scaling") == "sq_inplace":
+            x, context = x / HEAD_DIM**0.5, context / HEAD_DIM**0.5
         query = turn(into_heads(linear(state, "query_proj", x)), graph.positions)
         key = into_heads(linear(state, "key_proj", context), kv_heads)
         key = turn(key, graph.source_positions)
@@ -160,6 +165,8 @@ def by_equations(
         if options.get("value_projection", True):
             context = linear(state, "value_proj", context)
         value = into_heads(context, kv_heads)
+        if in_place:  # the oracle divides logits by sqrt(D)
+            query = query * HEAD_DIM**0.5
     sigma = state["log_sigma"].exp() if "log_sigma" in state else None
     mixed = oracle.attention(
         query, key, value, mask, sigma=sigma, top_k=options.get("top_k"),

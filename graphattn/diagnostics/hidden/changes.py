@@ -313,8 +313,10 @@ def _scale_all(root: float) -> Any:
 def _root(attention: nn.Module, projection: nn.Linear) -> float | None:
     """Return sqrt(D) of an attention module, from its attributes for D or for heads.
 
-    None if the code of the module scales its queries in place itself.
+    None if the module scales its queries in place itself.
     """
+    if getattr(attention, "scaling", None) == "sq_inplace":  # a DotProductAttention made so
+        return None
     try:
         if _IN_PLACE.search(inspect.getsource(type(attention).forward)):
             return None
