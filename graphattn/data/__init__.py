@@ -37,6 +37,7 @@ from graphattn.data.structures import (
     read_structure,
     structure_context,
 )
+from graphattn.data.tables.tokenizer import TableColumn, TableTokenizer
 from graphattn.data.text import CharacterTokenizer
 from graphattn.data.tokenizers import (
     ByteTokenizer,
@@ -63,6 +64,8 @@ __all__ = [
     "ProteinTokenizer",
     "Structure",
     "StructureTokenizer",
+    "TableColumn",
+    "TableTokenizer",
     "TokenBatches",
     "Tokenizer",
     "Windows",

@@ -213,6 +213,9 @@ def _equal_records(corpus: Corpus) -> Tensor:
     first = torch.arange(len(corpus))
     _, place, count = corpus.lengths.unique(return_inverse=True, return_counts=True)
     known: dict[bytes, int] = {}
+    if corpus.kind == "table":  # a row is named by its cells, of which tokens know less
+        rows: dict[str, int] = {}
+        return torch.tensor([rows.setdefault(name, n) for n, name in enumerate(corpus.names)])
     for n in (count[place] > 1).nonzero()[:, 0].tolist():
         example = corpus[n] if corpus.kind == "images" else {}  # an image, or its pixels
         values = example["image"] if "image" in example else corpus.tokens(n, 0, None)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from graphattn.data.fasta import NucleotideTokenizer, ProteinTokenizer
 from graphattn.data.files import FileFormatError, read_text
+from graphattn.data.tables.tokenizer import TableTokenizer
 from graphattn.data.text import CharacterTokenizer, as_tokens
 
 
@@ -218,9 +219,12 @@ def tokenizer_as_dict(tokenizer: Any) -> dict[str, Any]:
         return {"type": name, "vocabulary": tokenizer.vocabulary}
     if isinstance(tokenizer, FileTokenizer):
         return {"type": name, "file": json.loads(tokenizer.to_json())}
+    if isinstance(tokenizer, TableTokenizer):
+        return {"type": name, "columns": tokenizer.as_list()}
     if _WITHOUT_OPTIONS.get(name) is type(tokenizer):
         return {"type": name}
-    known = ", ".join(["CharacterTokenizer", "FileTokenizer", *_WITHOUT_OPTIONS])
+    with_options = "CharacterTokenizer", "FileTokenizer", "TableTokenizer"
+    known = ", ".join([*with_options, *_WITHOUT_OPTIONS])
     raise ValueError(f"tokenizer must be one of {known}, got {tokenizer!r}")
 
 
@@ -233,6 +237,11 @@ def tokenizer_from_dict(saved: Any, path: str | os.PathLike[str]) -> Tokenizer:
         try:
             return CharacterTokenizer(saved["vocabulary"])
         except ValueError as error:
+            raise FileFormatError(path, str(error)) from None
+    if name == "TableTokenizer":
+        try:
+            return TableTokenizer.from_list(saved.get("columns"))
+        except (ValueError, TypeError) as error:
             raise FileFormatError(path, str(error)) from None
     if name == "FileTokenizer" and "file" in saved:
         return FileTokenizer._of_json(path, json.dumps(saved["file"]))
@@ -248,7 +257,7 @@ def save_tokenizer(tokenizer: Tokenizer, path: str | os.PathLike[str]) -> None:
     The content is written under a temporary name first, so that there is never an incomplete file.
 
     Args:
-        tokenizer: one of the five tokenizers of :mod:`graphattn.data`.
+        tokenizer: one of the six tokenizers of :mod:`graphattn.data`.
         path: the file.
 
     Raises:
@@ -296,3 +305,18 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     except json.JSONDecodeError as error:
         raise FileFormatError(path, f"is not JSON: {error.msg}", line=error.lineno) from None
     return tokenizer_from_dict(saved, path)
+
+
+def read_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
+    """Read a tokenizer from a file of :func:`save_tokenizer`, or of the `tokenizers` library.
+
+    Raises:
+        FileFormatError: if the file cannot be read, or is neither.
+    """
+    text = read_text(path)
+    try:
+        saved = json.loads(text)
+    except json.JSONDecodeError:
+        saved = None
+    is_ours = isinstance(saved, dict) and "type" in saved and "model" not in saved
+    return tokenizer_from_dict(saved, path) if is_ours else FileTokenizer(path)

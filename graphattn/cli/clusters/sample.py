@@ -16,6 +16,7 @@ from graphattn.cli.clusters.images import MOST_PIXELS, image_format, read_image,
 from graphattn.cli.demo.sample import printable
 from graphattn.data import FileFormatError, read_text
 from graphattn.data.files import read_bytes
+from graphattn.data.tables.rows import is_missing, number, read_rows
 from graphattn.dynamics import standardize
 from graphattn.graphs.arguments import as_int
 from graphattn.plain_tables import counted
@@ -23,7 +24,6 @@ from graphattn.plain_tables import counted
 LONGEST_SIDE = 64  # of an image, as in the paper; larger ones are averaged over blocks of pixels
 MOST_TOKENS = 20_000
 MOST_CLASSES = 50
-MISSING = frozenset({"", "?", "na", "n/a", "nan", "null", "none"})
 
 
 @dataclass(frozen=True)
@@ -204,40 +204,8 @@ def _balanced(
 
 def read_csv(file: Path) -> tuple[list[str], list[list[str]]]:
     """Return the names of the columns (numbers from 1, if the file has no names), and the rows."""
-    try:
-        rows = [row for row in csv.reader(io.StringIO(read_text(file))) if any(map(str.strip, row))]
-    except csv.Error as error:
-        raise FileFormatError(file, f"cannot be read as CSV: {error}") from error
-    if len(rows) < 2:
-        raise FileFormatError(file, "must have at least two rows to be a table")
-    head, body = rows[0], rows[1:]
-    width = len(body[0])
-    for place, row in enumerate(body, start=2):
-        if len(row) != width:
-            raise FileFormatError(
-                file, f"row {place} has {len(row)} columns, but the rows before it have {width}"
-            )
-    numbers = [str(c + 1) for c in range(width)]
-    if len(head) != width:  # an extra first line, such as the counts in files of scikit-learn
-        return numbers, body
-    if all(is_missing(cell) or number(cell) is not None for cell in head):
-        return numbers, rows
-    if any(number(cell) is not None for cell in head):
-        return numbers, rows  # the first line is a row of data that contains text
-    return [cell.strip() for cell in head], body
-
-
-def number(cell: str) -> float | None:
-    """Return the finite number in a cell, or None."""
-    try:
-        value = float(cell)
-    except ValueError:
-        return None
-    return value if np.isfinite(value) else None
-
-
-def is_missing(cell: str) -> bool:
-    return cell.strip().lower() in MISSING
+    names, rows = read_rows(file, io.StringIO(read_text(file)))
+    return names, list(rows)
 
 
 def one_column(option: str, wanted: str, names: list[str]) -> int:

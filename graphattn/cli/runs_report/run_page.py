@@ -274,7 +274,8 @@ def comparison(runs: Sequence[RunFiles]) -> Cells:
         name
         for files in runs
         for name, measured in (best_row(files) or {}).items()
-        if name in ("perplexity", "bits_per_byte", "accuracy", "pearson") and is_number(measured)
+        if name in ("perplexity", "bits_per_byte", "accuracy", "f1_macro", "pearson")
+        and is_number(measured)
     )
     rows = []
     for files, given in zip(runs, options, strict=True):

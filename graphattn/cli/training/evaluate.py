@@ -24,6 +24,7 @@ from graphattn.train.runs.setup import (
     Examples,
     as_read,
     cut_records,
+    is_of_records,
     read_corpus,
     split_data,
 )
@@ -36,6 +37,7 @@ NAMES = {
     "bits_per_token": "bits per token",
     "bits_per_byte": "bits per byte",
     "accuracy": "accuracy",
+    "f1_macro": "F1 (macro)",
     "pseudo_perplexity": "pseudo-perplexity",
     "frequency_loss": "guessing by frequency (nats)",
     "bigram_loss": "guessing by bigram (nats)",
@@ -100,8 +102,16 @@ def _examples_of(trained: Trained, part: Part, length: int | None) -> tuple[Exam
         # An edge between two pieces of a structure would be lost.
         longest = int((part.spans[:, 2] - part.spans[:, 1]).max())
         length = longest if corpus.kind == "structures" else config.length
-    is_cut = corpus.kind in ("structures", "protein")
-    return Examples(part, length), cut_records(part, length, "sequences") if is_cut else ""
+    whole = is_of_records(trained.objective)
+    if corpus.kind == "table" and length != config.length:
+        raise ValueError(
+            f"--length must be {config.length}, the number of columns, for a table, got {length}"
+        )
+    noun = "texts" if corpus.kind == "text" else "sequences"
+    is_cut = whole or corpus.kind in ("structures", "protein")
+    cut = cut_records(part, length, noun, whole) if is_cut else ""
+    cut += f" of at most {length:,} tokens" if whole and cut else ""
+    return Examples(part, length, beginnings=whole), cut
 
 
 def _data_of(trained: Trained, data: str | None, split: str) -> tuple[Part, Part | None, str]:

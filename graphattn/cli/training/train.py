@@ -20,7 +20,7 @@ from graphattn.train import Prepared, Run, prepare, read_run
 from graphattn.train.engine import fit_prepared
 from graphattn.train.evaluation.baselines import guesses_of
 from graphattn.train.runs.config import FREE
-from graphattn.train.runs.setup import cut_records
+from graphattn.train.runs.setup import cut_records, is_of_records
 
 DONE, FAILED, BAD_INPUT, DIVERGED, INTERRUPTED = 0, 1, 2, 3, 130
 MAY_CHANGE = ("steps", *(name for name in FREE if name != "out"))  # when a run is continued
@@ -126,7 +126,9 @@ def what_is_trained(prepared: Prepared) -> Table:
     sizes = [f"{name} {part.num_tokens:,}" for name, part in prepared.parts.items()]
     table.add_row("split", f"by {config.split}: {', '.join(sizes)} {unit}")
     noun = "texts" if config.kind == "text" else "sequences"
-    cut = cut_records(prepared.parts["train"], config.length, noun) if unit == "tokens" else ""
+    beginnings = is_of_records(prepared.objective)
+    given = prepared.parts["train"], config.length, noun, beginnings
+    cut = cut_records(*given) if unit == "tokens" else ""
     if cut:
         table.add_row("", f"train: {cut} of at most {config.length:,} tokens")
     validation = prepared.validation

@@ -34,7 +34,7 @@ class Corpus:
     ``"name"``       the name of the record: a whole FASTA header, or the name of a file
     ``"group"``      the organism, if there is one
     ``"labels"``     LongTensor [N], if there are labels (GenBank: whether a base is coding)
-    ``"label"``      the class of an image, if there are classes
+    ``"label"``      the number of the class of a text, a row or an image, if there are classes
     ``"structure"``  a :class:`Structure <graphattn.data.Structure>`, if there are structures
     ===============  =============================================================================
 
@@ -42,14 +42,14 @@ class Corpus:
         folder: a folder that :func:`load_corpus` wrote; it is inside its `cache`.
 
     Attributes:
-        kind: "text", "protein", "nucleotide", "structures" or "images".
+        kind: "text", "protein", "nucleotide", "structures", "images" or "table".
         tokenizer: the tokenizer of the tokens; None for images.
         fingerprint: a string that is equal if all records and the tokenizer are equal.
         lengths: LongTensor [records], the number of tokens of every record. An image counts as 1.
         num_tokens: the sum of `lengths`.
         num_bytes: the size of the text of all tokens as UTF-8, in bytes (for images: of the
             pixels).
-        classes: names of the images' classes; ``label`` is an index into them.
+        classes: names of the classes; ``label`` is an index into them.
         image_shape: (C, H, W) of images, else None.
 
     Raises:

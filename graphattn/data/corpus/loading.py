@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,18 @@ from graphattn.data.corpus import readers
 from graphattn.data.corpus.corpus import Corpus, read_facts
 from graphattn.data.corpus.encoding import token_dtype
 from graphattn.data.corpus.sources import KINDS, Source, find_source
+from graphattn.data.corpus.tables import (
+    characters_of_rows,
+    columns_of,
+    read_csvs,
+    tokenizer_of_table,
+)
 from graphattn.data.corpus.writer import FORMAT, CorpusWriter
 from graphattn.data.fasta import NucleotideTokenizer, ProteinTokenizer
 from graphattn.data.files import FileFormatError
+from graphattn.data.tables.tokenizer import TableTokenizer
 from graphattn.data.text import CharacterTokenizer
-from graphattn.data.tokenizers import ByteTokenizer, FileTokenizer, Tokenizer, tokenizer_as_dict
+from graphattn.data.tokenizers import ByteTokenizer, Tokenizer, read_tokenizer, tokenizer_as_dict
 from graphattn.graphs.arguments import as_choice
 from graphattn.warn import warn_caller
 
@@ -31,6 +40,7 @@ def load_corpus(
     kind: str = "auto",
     tokenizer: str | os.PathLike[str] | Tokenizer = "auto",
     cache: str | os.PathLike[str] | None = None,
+    classes: Sequence[str] | None = None,
 ) -> Corpus:
     """Load files as a corpus: records of tokens or images in memory-mapped Arrow files.
 
@@ -42,7 +52,14 @@ def load_corpus(
         path: a file, a folder (all files in it and in its subfolders), or a pattern such as
             ``"*.fasta"``.
 
-            * Text: every file is a record.
+            * Text: every file is a record. If all files are in folders, of which there are at
+              least two, the folders are the classes.
+            * CSV or TSV (``.csv``, ``.tsv``): every row is a record. The column "label", or else
+              the last one, has the class. If there is a column "text", or only one column beside
+              the label, the records are texts; otherwise it is a table, with one token per column
+              (:class:`TableTokenizer`), and the names of the records are their cells. The first
+              row has the names of the columns, unless one of its cells is a number. TSV has no
+              quotes.
             * FASTA: every sequence is a record. Its group is the organism, which is in [brackets]
               at the end of the header, or after ``OS=``. If a header has no organism and there are
               several files, the group is the name of the file.
@@ -53,15 +70,18 @@ def load_corpus(
             * idx images (MNIST): every image is a record. Labels are read from the file
               ``...labels-idx1...``, if there is one for ``...images-idx3...`` in the same folder.
             * PNG or JPEG images: every file is a record, and the folders are the classes.
-        kind: "text", "protein", "nucleotide", "structures" or "images". With "auto", it is found
-            from the names and beginnings of the files. It must be given for a folder with files of
-            several kinds; a warning names the files that are left out.
+        kind: "text", "protein", "nucleotide", "structures", "images" or "table". With "auto", it is
+            found from the names and beginnings of the files. It must be given for a folder with
+            files of several kinds; a warning names the files that are left out.
         tokenizer: a tokenizer; "bytes"; "characters", for the characters that occur in the files;
             or the path of a file of the `tokenizers` library. "auto" takes bytes for text, and for
-            sequences the tokenizer that fits their letters.
+            sequences the tokenizer that fits their letters. For a table, it takes a
+            :class:`TableTokenizer` that is fitted to all rows.
         cache: a folder in which the corpus is stored. It is used again as long as the files of
             `path` have the same sizes and modification times. With None, it is a temporary folder,
             which is deleted when the corpus is no longer used.
+        classes: names of the classes, in the order of their numbers, such as those of an earlier
+            corpus. If None, they are the names that occur, in alphabetical or numerical order.
 
     Raises:
         FileFormatError: if a file cannot be read; the message has the name of the file, and the
@@ -86,7 +106,7 @@ def load_corpus(
         raise ImportError(
             "load_corpus needs datasets: install it with pip install 'graphattn[train]'"
         ) from error
-    source = find_source(path, kind)
+    source = dataclasses.replace(find_source(path, kind), classes=_class_names(classes))
     if source.left_out:
         warn_caller(
             f"{os.fspath(path)}: files are left out, because kind={kind!r} reads only files of the "
@@ -120,19 +140,28 @@ def _check_paths(path: Any, cache: Any) -> None:
         )
 
 
+def _class_names(classes: Any) -> tuple[str, ...] | None:
+    if classes is None:
+        return None
+    names = [classes] if isinstance(classes, str) else list(classes)
+    if len(names) < 2 or len(set(names)) < len(names) or not all(isinstance(n, str) for n in names):
+        raise ValueError(f"classes must be at least two different names, got {classes!r}")
+    return tuple(names)
+
+
 def _asked_for(tokenizer: Any) -> str | Tokenizer:
     """Return a tokenizer from an object, "bytes" or a file; "auto" and "characters" unchanged."""
     if isinstance(tokenizer, str) and tokenizer in ("auto", "characters"):
         return tokenizer
     if isinstance(tokenizer, str) and tokenizer == "bytes":
         return ByteTokenizer()
-    if isinstance(tokenizer, str | os.PathLike):
+    if isinstance(tokenizer, str | os.PathLike):  # of an earlier run, or of the library
         if not os.path.exists(tokenizer):
             raise ValueError(
                 "tokenizer must be 'auto', 'bytes', 'characters' or a file of the tokenizers "
                 f"library, got {os.fspath(tokenizer)!r}, which does not exist"
             )
-        return FileTokenizer(tokenizer)
+        return read_tokenizer(tokenizer)
     tokenizer_as_dict(tokenizer)  # raises ValueError if it is not a known tokenizer
     return tokenizer
 
@@ -141,7 +170,8 @@ def _cached(cache: Path, source: Source, kind: str, asked: str | Tokenizer) -> P
     """Return the folder of the corpus in the cache; write the corpus if it is not there."""
     from filelock import FileLock
 
-    options = [FORMAT, kind, asked if isinstance(asked, str) else tokenizer_as_dict(asked)]
+    named = asked if isinstance(asked, str) else tokenizer_as_dict(asked)
+    options = [FORMAT, kind, named, *([] if source.classes is None else source.classes)]
     key = json.dumps([source.state(), source.format, [name for _, name in source.files], options])
     name = f"{source.root.name[:40]}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     name = name.translate(dict.fromkeys(map(ord, '*?[]"<>|:'), "_"))
@@ -171,6 +201,8 @@ def _cached(cache: Path, source: Source, kind: str, asked: str | Tokenizer) -> P
 def _write(folder: Path, source: Source, kind: str, asked: str | Tokenizer) -> None:
     """Read the source's files and write the corpus."""
     before = source.state()
+    if source.format == "csv":
+        kind = "table" if columns_of(source, kind).text is None else "text"
     tokenizer = _tokenizer_for(source, kind, asked)
     if kind == "auto":
         of_letters = "nucleotide" if isinstance(tokenizer, NucleotideTokenizer) else "protein"
@@ -185,7 +217,8 @@ def _write(folder: Path, source: Source, kind: str, asked: str | Tokenizer) -> N
         has_structures=source.format == "structure",
     )
     try:
-        facts |= readers.READERS[source.format](source, writer, tokenizer)
+        read = read_csvs if source.format == "csv" else readers.READERS[source.format]
+        facts |= read(source, writer, tokenizer)
         if source.state() != before:
             raise FileFormatError(source.root, "was changed while it was read; read it again")
         writer.finish(facts)
@@ -205,10 +238,25 @@ def _tokenizer_for(source: Source, kind: str, asked: str | Tokenizer) -> Tokeniz
                 f"tokenizer must be 'auto' for images, which have no tokenizer, got {asked!r}"
             )
         return None
-    if source.format == "text":
+    if kind == "table":
+        if asked == "auto":
+            return tokenizer_of_table(source, columns_of(source, kind))
+        if isinstance(asked, TableTokenizer):
+            return asked
+        raise ValueError(
+            "tokenizer must be 'auto' or a TableTokenizer for a table, whose tokens are cells, got "
+            f"{asked!r}"
+        )
+    if source.format in ("text", "csv"):
+        if isinstance(asked, TableTokenizer):
+            raise ValueError(f"tokenizer must be one of text, but data is text, got {asked!r}")
         if asked == "auto":
             return ByteTokenizer()
-        return readers.characters_of(source) if isinstance(asked, str) else asked
+        if not isinstance(asked, str):
+            return asked
+        if source.format == "csv":
+            return characters_of_rows(source, columns_of(source, kind))
+        return readers.characters_of(source)
     if asked == "auto":
         if kind == "nucleotide" or source.format == "genbank":
             return NucleotideTokenizer()

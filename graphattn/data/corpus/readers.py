@@ -51,8 +51,12 @@ def characters_of(source: Source) -> CharacterTokenizer:
 
 
 def read_texts(source: Source, writer: CorpusWriter, tokenizer: Any) -> Facts:
-    """Write every text file as a record."""
+    """Write every text file as a record; if all are in folders, these are their classes."""
     size, num_bytes = PIECE, 0
+    folders = _folders(source)
+    classes = list(source.classes or sorted(set(folders))) if all(folders) else []
+    if len(classes) < 2:
+        classes = []
     if isinstance(tokenizer, FileTokenizer):
         size = PIECE // 4  # The library needs a few hundred bytes of memory per token.
 
@@ -62,11 +66,27 @@ def read_texts(source: Source, writer: CorpusWriter, tokenizer: Any) -> Facts:
             num_bytes += len(piece) if piece.isascii() else len(piece.encode("utf-8"))
             yield piece
 
-    for path, name in source.files:
+    for (path, name), folder in zip(source.files, folders, strict=True):
         for tokens in text_tokens(path, counted(text_pieces(path, size)), tokenizer):
             writer.extend(tokens)
-        writer.end(name)
-    return {"num_bytes": num_bytes}
+        writer.end(name, label=_class_of(path, folder, classes))
+    return {"num_bytes": num_bytes, "classes": classes}
+
+
+def _folders(source: Source) -> list[str]:
+    """Return the folder of every file, which may be its class."""
+    return [name.rpartition("/")[0] for _, name in source.files]
+
+
+def _class_of(path: Path, folder: str, classes: list[str]) -> int | None:
+    """Return the number of a class; None if there are no classes."""
+    if not classes:
+        return None
+    if folder not in classes:
+        raise FileFormatError(
+            path, f"is in the folder {folder!r}, which is none of the classes {', '.join(classes)}"
+        )
+    return classes.index(folder)
 
 
 # FASTA.
@@ -202,9 +222,9 @@ def read_structures(source: Source, writer: CorpusWriter, tokenizer: Any) -> Fac
 
 def read_images(source: Source, writer: CorpusWriter, tokenizer: None) -> Facts:
     """Write every image file as a record; the folders of the files are their classes."""
-    folders = [name.rpartition("/")[0] for _, name in source.files]
-    classes = sorted(set(folders)) if any(folders) else []
-    if "" in classes:
+    folders = _folders(source)
+    classes = list(source.classes or sorted(set(folders))) if any(folders) else []
+    if "" in folders and classes:
         stray = source.files[folders.index("")][0]
         raise FileFormatError(
             stray, "has no class, because it is not in a folder, but other images are in folders"
@@ -215,7 +235,7 @@ def read_images(source: Source, writer: CorpusWriter, tokenizer: None) -> Facts:
     shape: tuple[int, ...] = ()
     for (path, name), folder in zip(source.files, folders, strict=True):
         shape = _write_image(path, writer, read_image(path), shape, source.files[0][0])
-        writer.end(name, label=classes.index(folder) if classes else None)
+        writer.end(name, label=_class_of(path, folder, classes))
     return {"num_bytes": writer.num_values, "image_shape": shape, "classes": classes}
 
 
@@ -249,7 +269,12 @@ def read_idxs(source: Source, writer: CorpusWriter, tokenizer: None) -> Facts:
         raise FileFormatError(
             missing, "has no file with labels in the same folder, but other files have"
         )
-    classes = [str(number) for number in range(largest + 1)]
+    classes = list(source.classes or map(str, range(largest + 1)))
+    if largest >= len(classes):
+        raise FileFormatError(
+            source.files[0][0],
+            f"has the label {largest}, but there are {len(classes)} classes: {', '.join(classes)}",
+        )
     return {"num_bytes": writer.num_values, "image_shape": shape, "classes": classes}
 
 

@@ -18,19 +18,21 @@ from graphattn.data.files import (
 )
 from graphattn.data.images import IDX_TYPES, labels_beside
 
-KINDS = ("auto", "text", "protein", "nucleotide", "structures", "images")
+KINDS = ("auto", "text", "protein", "nucleotide", "structures", "images", "table")
 
 _FORMATS = {  # formats of every kind; the first one is assumed for a file that looks like text
-    "text": ("text",),
+    "text": ("text", "csv"),
     "protein": ("fasta",),
     "nucleotide": ("fasta", "genbank"),
     "structures": ("structure",),
     "images": ("image", "idx"),
+    "table": ("csv",),
 }
 _BY_EXTENSION = {
     **dict.fromkeys((".gb", ".gbk", ".gbff", ".genbank"), "genbank"),
     **dict.fromkeys((".png", ".jpg", ".jpeg"), "image"),
     **dict.fromkeys((".txt", ".text", ".md"), "text"),
+    **dict.fromkeys((".csv", ".tsv"), "csv"),
     ".idx": "idx",
 }
 _HEAD = 2**16  # bytes that are read to find the format, if the name does not give it
@@ -42,10 +44,11 @@ class Source:
 
     Attributes:
         files: the files with their names in the corpus, in the order in which they are read.
-        format: "text", "fasta", "genbank", "structure", "image" or "idx".
+        format: "text", "csv", "fasta", "genbank", "structure", "image" or "idx".
         root: the path that the user gave.
         beside: other files that are read, such as labels.
         left_out: the names of files of other formats, which are not read.
+        classes: names of the classes in the order of their numbers; None if the files give them.
     """
 
     files: tuple[tuple[Path, str], ...]
@@ -53,6 +56,7 @@ class Source:
     root: Path
     beside: tuple[Path, ...] = ()
     left_out: tuple[str, ...] = ()
+    classes: tuple[str, ...] | None = None
 
     def state(self) -> list[Any]:
         """Return the paths, sizes and modification times of the files."""
@@ -116,8 +120,10 @@ def _wanted(path: str | os.PathLike[str], kind: str, formats: Iterable[str], sin
         if single and there[0] == "text":
             return allowed[0]  # Its reader will raise an error with the line that is wrong.
         if single and kind == "text":
-            return "text"
+            return "csv" if there[0] == "csv" else "text"
         there = [file for file in there if file in allowed]
+        if kind == "text" and "text" in there:
+            there = ["text"]  # tables beside the texts are left out
         if not there:
             raise FileFormatError(
                 path, f"holds no {' or '.join(allowed)} files, which kind={kind!r} needs"

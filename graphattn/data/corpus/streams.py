@@ -79,6 +79,14 @@ def text_pieces(path: str | os.PathLike[str], size: int = PIECE) -> Iterator[str
         raise FileFormatError(path, "is empty")
 
 
+def text_lines(path: str | os.PathLike[str]) -> Iterator[str]:
+    """Yield whole lines of a file, with their ends."""
+    with open_text(path) as stream:
+        for number, line in enumerate(stream, 1):
+            _check(path, line, number)
+            yield line
+
+
 def line_pieces(path: str | os.PathLike[str]) -> Iterator[tuple[int, bool, str]]:
     """Yield the lines of a file, stripped of blanks, in pieces of at most 2^20 characters.
 

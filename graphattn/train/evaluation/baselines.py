@@ -242,7 +242,10 @@ def guesses_of(
     if objective.name == "classification":
         classes = int(objective.num_classes)  # type: ignore[attr-defined]
         per_token = bool(getattr(objective, "per_token", False))
-        seen = _labels(_pieces(train, train.corpus.example), per_token)
+        # A class belongs to a whole record, of which one token is read.
+        read = train.corpus.example
+        pieces = (read(record, first, first + 1) for record, first, _ in train.spans.tolist())
+        seen = _labels(_pieces(train, read) if per_token else pieces, per_token)
         return {"frequency": frequency_nats(seen, _labels(each(), per_token), classes)}
     vocab_size = int(getattr(model, "vocab_size", 0))
     mask = getattr(objective, "mask_token", None)

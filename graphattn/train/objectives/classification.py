@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,7 +47,14 @@ class Classification(LikelihoodObjective):
     .. math::
         -(1 - s) \log p_y - \frac{s}{K} \sum_{k=1}^{K} \log p_k
 
-    Evaluations report it as "loss", and the value without smoothing as "nats".
+    Evaluations report it as "loss", and the value without smoothing as "nats". "f1_macro" is the
+    mean over the classes of the F1 score, without weights (as in scikit-learn). For class k with
+    TP_k right guesses, FP_k guesses of other classes as k, and FN_k of k as another class:
+
+    .. math::
+        F_{1,k} = \frac{2 \, TP_k}{2 \, TP_k + FP_k + FN_k}
+
+    A class that is neither guessed nor right is left out.
 
     Images can be changed at random while the model is in training mode: first by `augment`, then by
     Mixup and CutMix (:func:`mix_images`). The target is then a distribution, which label smoothing
@@ -57,6 +64,7 @@ class Classification(LikelihoodObjective):
     Args:
         num_classes: K, the number of classes of the model.
         label_smoothing: s, in [0, 1).
+        classes: names of the classes, at most K of them; None if they are not known.
         mixup: alpha of Mixup; 0 for no Mixup.
         cutmix: alpha of CutMix; 0 for no CutMix.
         augment: a function or module that takes images [B, C, H, W] and returns images of the same
@@ -78,7 +86,7 @@ class Classification(LikelihoodObjective):
         ...     [{"image": torch.rand(1, 8, 8), "label": label} for label in (3, 1, 4)])
         >>> objective.loss(model, batch).mean.backward()
         >>> sorted(objective.evaluate(model, [batch]))
-        ['accuracy', 'loss', 'nats', 'perplexity']
+        ['accuracy', 'f1_macro', 'loss', 'nats', 'perplexity']
         >>> mixing = ga.train.Classification(10, label_smoothing=0.1, mixup=0.8, cutmix=1.0)
         >>> mixing.loss(model.train(), batch).mean.backward()
         >>> mixing.evaluate(model, [batch]) == objective.evaluate(model, [batch])
@@ -92,6 +100,7 @@ class Classification(LikelihoodObjective):
         num_classes: int,
         label_smoothing: float = 0.0,
         *,
+        classes: Sequence[str] | None = None,
         mixup: float = 0.0,
         cutmix: float = 0.0,
         augment: Callable[[Tensor], Tensor] | None = None,
@@ -100,6 +109,12 @@ class Classification(LikelihoodObjective):
     ) -> None:
         self.num_classes = as_int("num_classes", num_classes, 2)
         self.label_smoothing = as_share("label_smoothing", label_smoothing)
+        self.classes = None if classes is None else list(classes)
+        if self.classes is not None and len(self.classes) > self.num_classes:
+            raise ValueError(
+                f"classes must be at most num_classes={self.num_classes} names, got "
+                f"{len(self.classes)}"
+            )
         self.per_token = as_choice("per_token", per_token, (False, True))
         self.packed = as_choice("packed", packed, (False, True))
         self.mixup, self.cutmix = check_alphas(mixup, cutmix)
@@ -169,7 +184,10 @@ class Classification(LikelihoodObjective):
         return logits, truth
 
     def loss(self, model: nn.Module, batch: Batch, generator: Generator | None = None) -> Loss:
-        """Return the smoothed cross-entropy, "accuracy", and "nats" without smoothing."""
+        """Return the smoothed cross-entropy, "accuracy", "nats" without smoothing, and counts.
+
+        The counts of :func:`f1_macro` are in ``sums``, too, under the names of :data:`COUNTS`.
+        """
         if getattr(model, "training", False) and "image" in batch:
             batch = self._changed(batch, generator)
         logits, truth = self.guesses(model, batch, generator)
@@ -178,6 +196,7 @@ class Classification(LikelihoodObjective):
         with torch.no_grad():
             plain = float(nats(logits, target).sum() if self.label_smoothing else smoothed.sum())
         sums = {"accuracy": num_right(logits, truth), "nats": plain}
+        sums |= counts_of_classes(logits, truth)
         return loss_of(smoothed, len(truth), sums, (logits, truth))
 
     def _changed(self, batch: Batch, generator: Generator | None) -> Batch:
@@ -215,7 +234,48 @@ class Classification(LikelihoodObjective):
         return changed
 
     def report(self, mean: float, means: dict[str, float]) -> dict[str, float]:
-        """Return loss, nats, accuracy and the perplexity, exp(nats)."""
+        """Return loss, nats, accuracy, macro F1 and the perplexity, exp(nats)."""
         unsmoothed = means["nats"]
         perplexity = math.exp(unsmoothed) if unsmoothed < 700 else math.inf
-        return {"loss": mean, "perplexity": perplexity, **means}
+        shown = {name: value for name, value in means.items() if not name.startswith(COUNTS)}
+        return {"loss": mean, "perplexity": perplexity, **shown, "f1_macro": f1_macro(means)}
+
+
+RIGHT, ASKED, GUESSED = COUNTS = "right_of_", "asked_of_", "guessed_of_"
+
+
+def counts_of_classes(logits: Tensor, truth: Tensor) -> dict[str, float]:
+    """Count for every class that occurs how often it is right, asked and guessed.
+
+    Args:
+        logits: [n, K].
+        truth: [n], the right classes.
+
+    Returns:
+        A dict with numbers above 0, by names such as "asked_of_3".
+    """
+    if not len(truth):
+        return {}
+    guess, classes = logits.argmax(-1), logits.shape[-1]
+    counts = {RIGHT: truth[guess == truth], ASKED: truth, GUESSED: guess}
+    return {
+        f"{name}{k}": float(count)
+        for name, which in counts.items()
+        for k, count in enumerate(which.bincount(minlength=classes).tolist())
+        if count
+    }
+
+
+def f1_macro(counts: Mapping[str, float]) -> float:
+    """Compute the mean F1 score of the classes that occur, from :func:`counts_of_classes`.
+
+    All counts may be multiplied by one factor.
+    """
+    occurs: dict[str, float] = {}  # 2 TP + FP + FN, by class
+    for name, count in counts.items():
+        for prefix in (ASKED, GUESSED):
+            if name.startswith(prefix):
+                k = name.removeprefix(prefix)
+                occurs[k] = occurs.get(k, 0.0) + count
+    scores = [2 * counts.get(f"{RIGHT}{k}", 0.0) / both for k, both in occurs.items()]
+    return sum(scores) / len(scores) if scores else math.nan

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import graphattn.models
-from graphattn.data import Corpus
+from graphattn.data import Corpus, load_tokenizer
+from graphattn.data.tokenizers import tokenizer_as_dict
 from graphattn.graphs.arguments import as_choice, as_int
 from graphattn.models.mixers import options_taken, over_depth
 from graphattn.models.presets import preset as arguments_of
@@ -26,7 +27,7 @@ MOST_PATCHES = 64  # default for the number of patches of an image
 _TOKENS = ("text", "nucleotide", "protein", "structures")
 _KINDS = {  # class of models: kinds of data that it reads
     "CausalLM": (*_TOKENS, "images"),  # images as sequences of pixels
-    "SequenceEncoder": _TOKENS,
+    "SequenceEncoder": (*_TOKENS, "table"),
     "ProteinModel": ("protein", "structures"),
     "VisionTransformer": ("images",),
     "SwinTransformer": ("images",),
@@ -48,7 +49,7 @@ def choose_objective(config: RunConfig, corpus: Corpus) -> RunConfig:
     if config.model == "auto":
         config = config.replace(model=_model_for(config.objective, kind))
     elif os.path.isdir(config.model):
-        config = config.replace(model=os.path.abspath(config.model))
+        config = config.replace(model=folder_of_model(config.model))
     elif config.model not in graphattn.models.presets():
         raise ValueError(
             "model must be 'auto', a preset (`graphattn models` lists them) or the folder of a "
@@ -63,7 +64,8 @@ def choose_objective(config: RunConfig, corpus: Corpus) -> RunConfig:
             "other data"
         )
     if config.objective == "auto":
-        config = config.replace(objective="diffusion" if noise else _OBJECTIVES[name][0])
+        usual = "classification" if kind == "table" else _OBJECTIVES[name][0]
+        config = config.replace(objective="diffusion" if noise else usual)
     if config.objective not in _OBJECTIVES[name]:
         raise ValueError(
             f"objective must be {' or '.join(map(repr, _OBJECTIVES[name]))} for a {name}, got "
@@ -126,7 +128,7 @@ def choose_model(config: RunConfig, corpus: Corpus) -> tuple[RunConfig, nn.Modul
             torch.manual_seed(config.seed)
             model: nn.Module = kind.from_preset(config.model, **changes)
             if config.objective == "classification" and corpus.kind != "images":
-                model = WithHead(model, CLASSES_OF_TOKENS)
+                model = WithHead(model, num_classes(config, corpus))
     except (ValueError, TypeError, RuntimeError) as error:  # torch's, if there is no memory
         raise ValueError(f"model {config.model!r}: {str(error).splitlines()[0]}") from None
     return config.replace(model_options=given), model
@@ -148,8 +150,14 @@ def objective_options(config: RunConfig, corpus: Corpus, model: nn.Module) -> di
         options.setdefault("bytes_per_token", 1 if share == 1 else share)
     elif config.objective == "classification":
         of_images = corpus.kind == "images"
-        options.setdefault("num_classes", model.num_classes if of_images else CLASSES_OF_TOKENS)
-        if not of_images:
+        options["num_classes"] = (
+            options.get("num_classes", model.num_classes)
+            if of_images
+            else num_classes(config, corpus)
+        )
+        if corpus.classes:
+            options.setdefault("classes", list(corpus.classes))
+        elif not of_images:
             options.setdefault("per_token", True)
     return options
 
@@ -173,6 +181,33 @@ def mixing(config: RunConfig) -> dict[str, float]:
     return chosen
 
 
+def num_classes(config: RunConfig, corpus: Corpus) -> int:
+    """Return the number of classes of texts, rows or tokens: as asked for, or those of the data."""
+    least = len(corpus.classes) or CLASSES_OF_TOKENS
+    given = config.objective_options.get("num_classes", least)
+    return as_int("objective_options: num_classes", given, least)
+
+
+def folder_of_model(folder: str) -> str:
+    """Return the folder of a saved model, which may be given as the folder of its run."""
+    of_run = os.path.join(folder, "model")
+    is_run = not os.path.isfile(os.path.join(folder, pretrained.CONFIG))
+    is_run = is_run and os.path.isfile(os.path.join(of_run, pretrained.CONFIG))
+    return os.path.abspath(of_run if is_run else folder)
+
+
+def tokenizer_of_model(folder: str) -> str | None:
+    """Return the file of the tokenizer with which the model of a run was trained, if there is one.
+
+    Tokenizers without options follow from the data, so they need no file.
+    """
+    path = os.path.join(os.path.dirname(folder_of_model(folder)), "tokenizer.json")
+    if os.path.basename(folder_of_model(folder)) != "model" or not os.path.isfile(path):
+        return None
+    learned = "columns", "vocabulary", "file"
+    return path if {*tokenizer_as_dict(load_tokenizer(path))} & {*learned} else None
+
+
 def tokens_of_image(model: nn.Module) -> int:
     """Return the number of tokens that a model makes of an image."""
     config = unwrapped(model).config
@@ -193,7 +228,7 @@ def _model_for(objective: str, kind: str) -> str:
         with_structure = (objective, kind) == ("masked", "structures")
         return "protein-structure-1m" if with_structure else "encoder-1m"
     others = {"text": "text-1m", "nucleotide": "dna-1m", "protein": "encoder-1m"}
-    return others.get(kind, "protein-structure-1m")
+    return others.get(kind, "encoder-1m" if kind == "table" else "protein-structure-1m")
 
 
 def _class_of(config: RunConfig) -> tuple[str, int | None]:
@@ -237,17 +272,32 @@ def _saved_model(config: RunConfig, corpus: Corpus) -> nn.Module:
                 f"model {config.model!r} has {model.num_classes} classes, but data has "
                 f"{len(corpus.classes)}: choose a model with at least as many"
             )
-    elif config.objective in ("classification", "regression"):
-        if not isinstance(model, WithHead):
-            model = WithHead(model, CLASSES_OF_TOKENS)
     else:
+        inner = model.model if isinstance(model, WithHead) else model
         least = _tokens_of(corpus) + (config.objective in _WITH_MASK)
-        if model.vocab_size < least and not hasattr(model, "mask_token"):
+        if inner.vocab_size < least and not hasattr(inner, "mask_token"):
             raise ValueError(
-                f"model {config.model!r} has vocab_size={model.vocab_size}, but the data needs at "
+                f"model {config.model!r} has vocab_size={inner.vocab_size}, but the data needs at "
                 f"least {least}: choose a model with a larger vocabulary"
             )
+        if config.objective == "classification":
+            model = _with_classes(config, model, num_classes(config, corpus))
     return model.train()
+
+
+def _with_classes(config: RunConfig, model: Any, classes: int) -> WithHead:
+    """Give a saved model a new head for classes, unless it has one."""
+    if not isinstance(model, WithHead):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(config.seed)
+            return WithHead(model, classes)
+    if model.outputs != classes:
+        raise ValueError(
+            f"model {config.model!r} has a head for {model.outputs} classes, but the data has "
+            f"{classes}: choose data with the same classes, or the model without this head, from "
+            "which it was trained"
+        )
+    return model
 
 
 def _mixing(config: RunConfig, arguments: dict[str, Any], kind: Any) -> dict[str, Any]:
@@ -345,8 +395,16 @@ def _check_labels(config: RunConfig, corpus: Corpus) -> None:
                 "data must contain images of at least two classes (one folder per class, or a "
                 f"file of labels next to an idx file), got {len(corpus.classes)}"
             )
+    elif corpus.classes:
+        if not 2 <= len(corpus.classes) <= max(2, len(corpus) // 2):
+            raise ValueError(
+                "data must have at least two classes, and on average two records of each, got "
+                f"{len(corpus.classes)} different labels of {len(corpus)} records: classes are in "
+                "the column 'label', or else in the last one"
+            )
     elif "labels" not in corpus.example(0, 0, 1):
         raise ValueError(
             "objective must not be 'classification' for data without labels, got data of kind "
-            f"{corpus.kind!r}: only GenBank files and images have labels"
+            f"{corpus.kind!r}: give texts in one folder per class, CSV or TSV with a column of "
+            "labels, GenBank files, or images"
         )

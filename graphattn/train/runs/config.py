@@ -52,18 +52,19 @@ class RunConfig:
 
     data: str = option(
         "",
-        'a file, a folder or a pattern such as ``"*.fasta"``: text, FASTA, GenBank, PDB/mmCIF, '
-        "idx images or folders of images.",
+        'a file, a folder or a pattern such as ``"*.fasta"``: text, CSV or TSV, FASTA, GenBank, '
+        "PDB/mmCIF, idx images or folders of images.",
         panel="Data",
     )
     kind: str = option(
         "auto",
-        'what `data` contains: "text", "protein", "nucleotide", "structures" or "images"; "auto" '
-        "finds out.",
+        'what `data` contains: "text", "protein", "nucleotide", "structures", "images" or "table"; '
+        '"auto" finds out.',
     )
     tokenizer: str = option(
         "auto",
-        'tokenizer for text: "bytes" (also "auto"), "characters", or the path of a tokenizer.json.',
+        'tokenizer for text: "bytes" (also "auto"), "characters", or the path of a tokenizer.json. '
+        '"auto" takes that of the run whose `model` is trained further.',
     )
     length: int = option(
         0,
@@ -97,8 +98,8 @@ class RunConfig:
     )
     model: str = option(
         "auto",
-        'a preset (``graphattn models`` lists them) or the folder of a saved model; "auto" '
-        "chooses one for the data.",
+        "a preset (``graphattn models`` lists them), or the folder of a saved model or of its run; "
+        '"auto" chooses one for the data.',
         panel="Model",
     )
     model_options: dict[str, Any] = option(

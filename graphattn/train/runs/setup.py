@@ -11,7 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from graphattn.data import Corpus, Part, Tokenizer, Windows, load_corpus, split_corpus
+from graphattn.data import (
+    Corpus,
+    Part,
+    TableTokenizer,
+    Tokenizer,
+    Windows,
+    load_corpus,
+    split_corpus,
+)
+from graphattn.data.tables.tokenizer import cells_of
 from graphattn.train.objectives.objective import Example, Objective
 from graphattn.train.objectives.registry import objective as make_objective
 from graphattn.train.runs.choices import (
@@ -19,6 +28,7 @@ from graphattn.train.runs.choices import (
     choose_objective,
     mixing,
     objective_options,
+    tokenizer_of_model,
     tokens_of_image,
 )
 from graphattn.train.runs.config import RunConfig
@@ -68,11 +78,22 @@ class Examples(Sequence[Example]):
         tokens_each: number of tokens of an image; None if the windows know it.
         most_tokens: maximal number of tokens of all windows together, which are then evenly spread
             (at least one window); 0 for all.
+        beginnings: whether only the first window of every record is an example, because the record
+            has a class as a whole.
     """
 
     def __init__(
-        self, part: Part, length: int, tokens_each: int | None = None, most_tokens: int = 0
+        self,
+        part: Part,
+        length: int,
+        tokens_each: int | None = None,
+        most_tokens: int = 0,
+        beginnings: bool = False,
     ) -> None:
+        if beginnings:
+            spans = part.spans.clone()
+            spans[:, 2] = torch.minimum(spans[:, 2], spans[:, 1] + length)
+            part = Part(part.corpus, spans)
         self.windows = Windows(part, length)
         lengths = self.windows.lengths
         self.lengths: Tensor = lengths if tokens_each is None else lengths * tokens_each
@@ -104,9 +125,10 @@ def prepare(config: RunConfig) -> Prepared:
     """Read the data of a config, and make its model and its objective.
 
     "auto" is replaced by what fits the data: a CausalLM of bytes for text, a CausalLM of letters
-    for nucleotides, a masked encoder for proteins, a masked ProteinModel for structures, and a
-    VisionTransformer for images with classes. Vocabulary, image size and number of classes of a
-    preset are changed to those of the data. The state of torch's random numbers does not change.
+    for nucleotides, a masked encoder for proteins, a masked ProteinModel for structures, a
+    VisionTransformer for images with classes, and an encoder with a head of classes for a table,
+    whose tokenizer is fitted to the training rows. Vocabulary, image size and number of classes of
+    a preset are changed to those of the data. The state of torch's random numbers does not change.
 
     Args:
         config: the config; ``data`` must be set.
@@ -127,6 +149,8 @@ def prepare(config: RunConfig) -> Prepared:
         >>> len(made.train), len(made.validation), len(made.test)
         (4, 1, 1)
     """
+    if config.tokenizer == "auto" and os.path.isdir(config.model):
+        config = config.replace(tokenizer=tokenizer_of_model(config.model) or "auto")
     corpus = read_corpus(config)
     tokenizer = config.tokenizer  # "auto" for proteins and nucleotides
     if os.path.isfile(tokenizer):
@@ -138,15 +162,18 @@ def prepare(config: RunConfig) -> Prepared:
     config = choose_objective(config, corpus)
     corpus = as_read(corpus, config.objective)
     config, parts = split_data(config, corpus)
+    if corpus.kind == "table" and config.tokenizer == "auto":
+        corpus, parts = _fitted(config, corpus, parts)
     config, model = choose_model(config, corpus)
     config = config.replace(objective_options=objective_options(config, corpus, model))
     of_image = None if corpus.image_shape is None else tokens_of_image(model)
     config = _length(config, parts["train"], of_image)
+    objective = make_objective(config.objective, **config.objective_options, **mixing(config))
     examples: dict[str, Any] = {}
     for name, part in parts.items():
         most = config.validation_tokens if name == "validation" else 0
-        examples[name] = Examples(part, config.length, of_image, most) if len(part) else None
-    objective = make_objective(config.objective, **config.objective_options, **mixing(config))
+        given = part, config.length, of_image, most, is_of_records(objective)
+        examples[name] = Examples(*given) if len(part) else None
     # The config ensures that data for training remains.
     return Prepared(config, corpus, parts, **examples, model=model, objective=objective,
                     tokenizer=corpus.tokenizer)  # fmt: skip
@@ -171,7 +198,27 @@ def read_corpus(config: RunConfig, tokenizer: Any = None) -> Corpus:
         kind=config.kind,
         tokenizer=config.tokenizer if tokenizer is None else tokenizer,
         cache=cache if is_large else None,
+        classes=config.objective_options.get("classes"),
     )
+
+
+def _fitted(
+    config: RunConfig, corpus: Corpus, parts: dict[str, Part]
+) -> tuple[Corpus, dict[str, Part]]:
+    """Fit the tokenizer of a table to the training rows only, and read the table with it.
+
+    A row has one token per column, whatever the tokenizer, so the parts have the same spans.
+    """
+    assert isinstance(corpus.tokenizer, TableTokenizer)
+    names = corpus.names  # the cells of every row
+    rows = [cells_of(names[record]) for record in parts["train"].spans[:, 0].tolist()]
+    corpus = read_corpus(config, TableTokenizer.fit(corpus.tokenizer.names, rows))
+    return corpus, {name: Part(corpus, part.spans) for name, part in parts.items()}
+
+
+def is_of_records(objective: Objective) -> bool:
+    """Return whether an objective asks for one class of every record."""
+    return objective.name == "classification" and not getattr(objective, "per_token", False)
 
 
 def as_read(corpus: Corpus, objective: str) -> Corpus:
@@ -179,12 +226,17 @@ def as_read(corpus: Corpus, objective: str) -> Corpus:
     return corpus.pixels() if objective == "causal" and corpus.image_shape else corpus
 
 
-def cut_records(part: Part, length: int, noun: str) -> str:
-    """Say how many records of a part are longer than a window; "" if none is."""
+def cut_records(part: Part, length: int, noun: str, beginnings: bool = False) -> str:
+    """Say how many records of a part are longer than a window; "" if none is.
+
+    With `beginnings`, only the first window of each is read.
+    """
     sizes = part.spans[:, 2] - part.spans[:, 1]
     long = sizes[sizes > length]
     if not len(long):
         return ""
+    if beginnings:
+        return f"{len(long):,} of {len(sizes):,} {noun} are cut to a beginning"
     pieces = int((-(-long // length)).sum())
     return f"{len(long):,} of {len(sizes):,} {noun} are cut into {pieces:,} pieces"
 
@@ -194,6 +246,8 @@ def split_data(config: RunConfig, corpus: Corpus) -> tuple[RunConfig, dict[str, 
     by = config.split
     if by == "auto":
         is_one = corpus.kind == "text" or len(corpus) == 1
+        if corpus.classes and config.objective == "classification":
+            is_one = False
         by = "group" if config.group else "position" if is_one else "record"
     options: dict[str, Any] = {"validation": config.validation, "test": config.test}
     options |= {"group": config.group, "seed": config.split_seed}
@@ -217,6 +271,11 @@ def _length(config: RunConfig, train: Part, of_image: int | None) -> RunConfig:
                 f"tokens of each, got {config.length}"
             )
         chosen = of_image
+    elif config.kind == "table" and config.length not in (0, longest):
+        raise ValueError(
+            f"length must be 0 or {longest} for a table, which has {longest} columns beside the "
+            f"label, got {config.length}"
+        )
     elif config.length:
         chosen = config.length
     if config.objective == "causal" and chosen < 2:
