@@ -19,8 +19,8 @@ from graphattn.data.text import CharacterTokenizer
 
 
 @dataclass(frozen=True)
-class Columns:
-    """What the columns of a file are: one has the label, and one the text, or all have features.
+class ColumnRoles:
+    """Roles of the columns of a file: one has the label, and one the text, or all have features.
 
     Attributes:
         names: of all columns.
@@ -38,7 +38,7 @@ class Columns:
         return [place for place in range(len(self.names)) if place != self.label]
 
 
-def columns_of(source: Source, kind: str) -> Columns:
+def columns_of(source: Source, kind: str) -> ColumnRoles:
     """Find out what the columns are: of texts or of a table, if `kind` is "auto"."""
     path = source.files[0][0]
     names, _ = _rows(path)
@@ -53,9 +53,9 @@ def columns_of(source: Source, kind: str) -> Columns:
                 "has one column, but a table has features and a label: cells must be separated by "
                 "commas (.csv) or by tabs (.tsv)",
             )
-        return Columns(tuple(names), None, 0)
+        return ColumnRoles(tuple(names), None, 0)
     if kind == "table":
-        return Columns(tuple(names), label, None)
+        return ColumnRoles(tuple(names), label, None)
     if text is None and len(others) == 1:
         text = others[0]
     if text is None and kind == "text":
@@ -64,10 +64,10 @@ def columns_of(source: Source, kind: str) -> Columns:
             "must have a column 'text', or only two columns, to be read as texts, but it has "
             f"{', '.join(map(repr, names[:8]))}{', ...' if len(names) > 8 else ''}",
         )
-    return Columns(tuple(names), label, text)
+    return ColumnRoles(tuple(names), label, text)
 
 
-def characters_of_rows(source: Source, columns: Columns) -> CharacterTokenizer:
+def characters_of_rows(source: Source, columns: ColumnRoles) -> CharacterTokenizer:
     """Make a tokenizer of all characters in the texts, which are read once for this."""
     assert columns.text is not None
     letters: set[str] = set()
@@ -76,7 +76,7 @@ def characters_of_rows(source: Source, columns: Columns) -> CharacterTokenizer:
     return CharacterTokenizer("".join(sorted(letters)))
 
 
-def tokenizer_of_table(source: Source, columns: Columns) -> TableTokenizer:
+def tokenizer_of_table(source: Source, columns: ColumnRoles) -> TableTokenizer:
     """Fit a tokenizer to all rows."""
     rows = ([row[c] for c in columns.features] for _, row in _all_rows(source, columns))
     return TableTokenizer.fit([columns.names[c] for c in columns.features], rows)
@@ -138,7 +138,7 @@ def _rows(path: Path) -> tuple[list[str], Iterator[list[str]]]:
     return read_rows(path, text_lines(path), tabs=is_tabs)
 
 
-def _all_rows(source: Source, columns: Columns) -> Iterator[tuple[Path, list[str]]]:
+def _all_rows(source: Source, columns: ColumnRoles) -> Iterator[tuple[Path, list[str]]]:
     """Yield the rows of all files, which must have the same columns."""
     for path, _ in source.files:
         names, rows = _rows(path)
