@@ -60,7 +60,6 @@ def test_rows_of_texts_are_what_pandas_reads(tmp_path, tokenizer):
 
 
 def test_tabs_separate_and_quotation_marks_are_text(tmp_path):
-    """As in SST-2 of GLUE."""
     path = write(tmp_path / "train.tsv", "sentence\tlabel\n\" a mess , \"\t0\n`` fine ''\t1\n")
     corpus = load_corpus(path)
     assert texts_of(corpus) == ['" a mess , "', "`` fine ''"]
@@ -216,7 +215,7 @@ def test_a_tokenizer_is_saved_compared_and_used_again(tmp_path):
 
 
 def test_other_data_gets_the_numbers_of_given_classes(tmp_path):
-    """One class alone would otherwise be class 0, whatever it is."""
+    # One class alone would otherwise be class 0, whatever it is.
     write(tmp_path / "a.csv", "x,z,y\n1,1,no\n2,2,yes\n")
     only = write(tmp_path / "b.csv", "x,z,y\n1,1,yes\n2,2,yes\n")
     for cache in (None, tmp_path / "cache"):

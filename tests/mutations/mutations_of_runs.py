@@ -11,6 +11,7 @@ PROCESSES = "tests/train/test_train_processes.py"
 LAYERS = "tests/train/test_train_layer_records.py"
 COMMANDS = "tests/cli/test_cli_training.py"
 DAMAGED = "tests/train/test_train_damaged_folders.py"
+TABLES = "tests/train/test_train_texts_and_tables.py"
 SWEEP = "tests/train/test_train_sweep.py"
 
 MUTATIONS = [
@@ -442,5 +443,40 @@ MUTATIONS = [
         "split_data(config, corpus)",
         "split_data(config.replace(split_seed=config.seed), corpus)",
         ("tests/cli/test_cli_training.py::test_the_test_split_is_the_one_that_training_left_out",),
+    ),
+    Mutation(
+        "the bins of a table are fitted to the rows of the test, too",
+        "graphattn/train/runs/setup.py",
+        'for record in parts["train"].spans[:, 0].tolist()]',
+        "for record in range(len(names))]",
+        (f"{TABLES}::test_bins_are_fitted_to_the_training_rows_alone",),
+    ),
+    Mutation(
+        "every window of a text is an example of its class",
+        "graphattn/train/runs/setup.py",
+        "        if beginnings:",
+        "        if False:",
+        (f"{TABLES}::test_texts_with_classes_are_split_whole_and_read_from_their_beginning",),
+    ),
+    Mutation(
+        "a model is trained further with other tokens",
+        "graphattn/train/runs/setup.py",
+        'replace(tokenizer=tokenizer_of_model(config.model) or "auto")',
+        'replace(tokenizer="auto")',
+        (f"{TABLES}::test_cells_can_be_masked_and_the_model_trained_further_on_other_rows",),
+    ),
+    Mutation(
+        "classes of other data are numbered anew",
+        "graphattn/train/runs/setup.py",
+        'classes=config.objective_options.get("classes"),',
+        "",
+        ("tests/cli/test_cli_classification.py::test_masked_then_classified_then_evaluated[sdp]",),
+    ),
+    Mutation(
+        "F1 counts guesses of a class without those that miss it",
+        "graphattn/train/objectives/classification.py",
+        "for prefix in (ASKED, GUESSED):",
+        "for prefix in (GUESSED, GUESSED):",
+        (f"{TABLES}::test_f1_is_that_of_scikit_learn_over_any_batches",),
     ),
 ]

@@ -44,7 +44,6 @@ def test_heads_are_divided_by_the_root_of_their_own_width():
 
 
 def test_other_weights_of_the_scaled_dot_product_are_the_same_function():
-    """All weights divided by sqrt(D), then the query multiplied by it, as its logits are divided."""
     torch.manual_seed(0)
     in_place = ga.nn.DotProductAttention(12, 3, rope=True, **IN_PLACE).double()
     plain = ga.nn.DotProductAttention(12, 3, rope=True).double()
@@ -52,14 +51,13 @@ def test_other_weights_of_the_scaled_dot_product_are_the_same_function():
     with torch.no_grad():
         for projection in (plain.query_proj, plain.key_proj, plain.value_proj):
             projection.weight /= 2
-        plain.query_proj.weight *= 2
+        plain.query_proj.weight *= 2  # sqrt(D), by which "sdp" divides the logits
         plain.query_proj.bias *= 2
     x, graph = torch.randn(2, 9, 12, dtype=torch.float64), ga.causal_graph(9)
     torch.testing.assert_close(in_place(x, graph), plain(x, graph))
 
 
 def test_scaling_the_queries_alone_is_the_scaled_dot_product():
-    """Why "sq" is no option: with separate queries it differs by roundings."""
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 20, 2, 8, dtype=torch.float64)
     graph = ga.complete_graph(20)
@@ -82,7 +80,7 @@ def test_the_input_is_not_changed_and_padding_is_never_read():
 
 
 def test_the_step_of_a_whole_block_in_compiled_code_refuses_it():
-    """It would project the tokens as they are; the layer's own step divides them first."""
+    # It would project the tokens as they are; the layer's own step divides them first.
     x = torch.randn(1, 8)
     for scaling, refuses in (("sdp", False), ("sq_inplace", True)):
         block = ga.nn.PreNormBlock(ga.nn.DotProductAttention(8, 2, scaling=scaling)).eval()
@@ -123,7 +121,7 @@ def test_a_model_is_saved_copied_and_exported_with_its_scaling(tmp_path):
     exported = torch.export.export(model, (tokens,)).module()
     torch.testing.assert_close(exported(tokens), expected)
     plain = ga.models.SequenceEncoder(9, 16, 2, 2, mixer="dot")
-    with pytest.raises(RuntimeError, match="scaling='sq_inplace'.*scaling='sdp'"):
+    with pytest.raises(RuntimeError, match=r"scaling='sq_inplace'.*scaling='sdp'"):
         plain.load_state_dict(model.state_dict())
 
 
