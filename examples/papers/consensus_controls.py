@@ -4,25 +4,12 @@ from __future__ import annotations
 
 from argparse import Namespace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from consensus_text_causal import FILE, SHARED
 from controls import Average, CausalConvolution, SmallGain, with_mixers
 from evidence import Experiment, Findings, Verdict, main
-from rates import (
-    PAPERS_OPTIMIZER,
-    Arm,
-    cpu_hours,
-    curves,
-    kept,
-    losses_at,
-    means,
-    rise,
-    run_arms,
-    table_of,
-    widths_of,
-)
+from rates import Arm, config_of, losses_at, means, measure_arms, rise
 from sweep_claims import OPTIONS
 
 RATES = (1e-3, 3.162e-3, 1e-2, 3.162e-2, 1e-1)
@@ -53,18 +40,11 @@ EXPERIMENT = Experiment(
     "attention whose output is multiplied by 0.1 (the step size of consensus), attention with "
     "norms of queries and keys, and attention with a warm-up of 200 of 600 steps.",
     refuted_if="A control whose rise is at most that of SC.",
-    config={
-        "arms": {name: {"mixer": arm.mixer, **arm.options, "window": arm.window, **arm.config}
-                 for name, arm in ARMS.items()},
-        "rates": RATES,
-        **PAPERS_OPTIMIZER,
-        **SHARED,
-        "files": {FILE: "1.1 MB of Shakespeare's plays"},
-    },
+    config=config_of(ARMS, RATES, SHARED, FILE, "1.1 MB of Shakespeare's plays"),
     notes="The models have 208 thousand parameters (SC 227 thousand, the convolution 191 "
     "thousand). The queries of the average are 0 and stay 0. A control that rises as little as SC "
     "may still have a worse loss: the table shows both.",
-)  # fmt: skip
+)
 
 
 def judged(rows: list[dict[str, Any]]) -> tuple[Verdict, str]:
@@ -82,19 +62,7 @@ def judged(rows: list[dict[str, Any]]) -> tuple[Verdict, str]:
 
 
 def measure(arguments: Namespace) -> Findings:
-    shared = {**SHARED, "data": str(Path(arguments.data) / FILE)}
-    rows = run_arms(arguments, ARMS, RATES, SEEDS, shared)
-    verdict, why = judged(rows)
-    return Findings(
-        numbers=[*table_of(rows, list(ARMS)), *widths_of(rows)],
-        verdict=verdict,
-        why=why,
-        runs=kept(rows),
-        seeds=list(range(SEEDS)),
-        cpu_hours=cpu_hours(rows),
-        draw=lambda ax: curves(rows, ax),
-        columns=("validation loss (nats)", "deviation"),
-    )
+    return measure_arms(arguments, ARMS, RATES, SEEDS, SHARED, FILE, judged)
 
 
 if __name__ == "__main__":

@@ -3,33 +3,23 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from typing import Any
 
-from evidence import Experiment, Findings, main
-from rates import SMALL, Arm
-from sweep_claims import OPTIONS, PREDICTION, config_of, measure_sweep, refuted
+from evidence import Experiment, Findings, Verdict, main
+from rates import config_of, measure_arms
+from sweep_claims import ARMS_OF_ENCODERS, CLAIM, PREDICTION, TRAINING, flatter, refuted
 
 RATES = (1e-3, 3.162e-3, 1e-2, 3.162e-2, 1e-1)
 SEEDS = 2
 TOO_LITTLE = 0.005
-ARMS = {
-    "sa": Arm("dot", window=2),
-    "sc": Arm("consensus", OPTIONS, window=2),
-    "mix": Arm("mix", OPTIONS, window=2),
-    "sw": Arm("dot-window", window=2),
-}
+ARMS = ARMS_OF_ENCODERS
 FILE = "dna/ecoli_k12_GCF_000005845.2.fna.gz"
 SHARED = {
+    **TRAINING,
     "kind": "nucleotide",
-    "length": 128,
     "model": "encoder-1m",
-    "model_options": SMALL,
     "objective": "masked",
     "objective_options": {"schedule": "betalinear30"},
-    "steps": 600,
-    "batch_tokens": 2048,
-    "evaluate_every": 200,
-    "save_every": 100,
-    "keep": 6,
     "validation_tokens": 65536,
     "split": "position",
 }
@@ -38,10 +28,7 @@ EXPERIMENT = Experiment(
     name="consensus_dna",
     title="Consensus and high learning rates: DNA",
     paper="Stabilizing Transformer Training Through Consensus, Section 5.1 and Figure 3",
-    claim="As the learning rate is increased beyond the band used in practice, self-attention "
-    "(SA) and sliding-window attention (SW) incur sharp degradation, whereas self-consensus (SC) "
-    "degrades more gradually. MIX (attention in the first half of the layers, consensus in the "
-    "second) mirrors SA at the best rate and is less sensitive.",
+    claim=CLAIM,
     prediction=PREDICTION,
     refuted_if=refuted(TOO_LITTLE),
     config=config_of(ARMS, RATES, SHARED, FILE, "the genome of E. coli K-12, NC_000913.3"),
@@ -52,8 +39,12 @@ EXPERIMENT = Experiment(
 )
 
 
+def judged(rows: list[dict[str, Any]]) -> tuple[Verdict, str]:
+    return flatter(rows, RATES, SEEDS, TOO_LITTLE)
+
+
 def measure(arguments: Namespace) -> Findings:
-    return measure_sweep(arguments, ARMS, RATES, SEEDS, SHARED, FILE, TOO_LITTLE)
+    return measure_arms(arguments, ARMS, RATES, SEEDS, SHARED, FILE, judged)
 
 
 if __name__ == "__main__":

@@ -3,22 +3,11 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from pathlib import Path
 from typing import Any
 
 from consensus_text_causal import FILE, SHARED
 from evidence import Experiment, Findings, Verdict, main
-from rates import (
-    PAPERS_OPTIMIZER,
-    Arm,
-    cpu_hours,
-    curves,
-    kept,
-    losses_at,
-    means,
-    run_arms,
-    table_of,
-)
+from rates import Arm, config_of, losses_at, means, measure_arms
 from sweep_claims import OPTIONS
 
 RATES = (1e-3, 1e-2)
@@ -36,13 +25,7 @@ EXPERIMENT = Experiment(
     "smaller for SC than for SA, and smaller for MIX than for SA.",
     refuted_if="A difference of SC or of MIX that is at least that of SA. If SA is not 0.1 nats "
     "worse at 0.01, it is inconclusive.",
-    config={
-        "arms": {name: {"mixer": arm.mixer, **arm.options} for name, arm in ARMS.items()},
-        "rates": RATES,
-        **PAPERS_OPTIMIZER,
-        **OF_SIZE,
-        "files": {FILE: "1.1 MB of Shakespeare's plays"},
-    },
+    config=config_of(ARMS, RATES, OF_SIZE, FILE, "1.1 MB of Shakespeare's plays"),
     notes="One seed and two rates. 300 steps, half of those of the small model.",
 )
 
@@ -62,19 +45,7 @@ def judged(rows: list[dict[str, Any]]) -> tuple[Verdict, str]:
 
 
 def measure(arguments: Namespace) -> Findings:
-    shared = {**OF_SIZE, "data": str(Path(arguments.data) / FILE)}
-    rows = run_arms(arguments, ARMS, RATES, 1, shared)
-    verdict, why = judged(rows)
-    return Findings(
-        numbers=table_of(rows, list(ARMS)),
-        verdict=verdict,
-        why=why,
-        runs=kept(rows),
-        seeds=[0],
-        cpu_hours=cpu_hours(rows),
-        draw=lambda ax: curves(rows, ax),
-        columns=("validation loss (nats)", "deviation"),
-    )
+    return measure_arms(arguments, ARMS, RATES, 1, OF_SIZE, FILE, judged)
 
 
 if __name__ == "__main__":

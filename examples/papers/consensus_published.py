@@ -3,24 +3,11 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from pathlib import Path
 from typing import Any
 
 from consensus_text_diffusion import FILE, SHARED
 from evidence import Experiment, Findings, Verdict, main
-from rates import (
-    PAPERS_OPTIMIZER,
-    Arm,
-    cpu_hours,
-    curves,
-    kept,
-    losses_at,
-    means,
-    run_arms,
-    spread,
-    table_of,
-    widths_of,
-)
+from rates import Arm, config_of, losses_at, means, measure_arms, spread
 from sweep_claims import OPTIONS
 
 RATES = (1e-3, 1e-2, 1e-1)
@@ -51,13 +38,7 @@ EXPERIMENT = Experiment(
     prediction="At each of the three rates, the mean losses of the two layers differ by at most "
     "two standard deviations over seeds (the larger of the two layers' deviations).",
     refuted_if="A larger difference at any of the three rates.",
-    config={
-        "arms": {"paper": OPTIONS, "published code": PUBLISHED},
-        "rates": RATES,
-        **PAPERS_OPTIMIZER,
-        **SHARED,
-        "files": {FILE: "1.1 MB of Shakespeare's plays"},
-    },
+    config=config_of(ARMS, RATES, SHARED, FILE, "1.1 MB of Shakespeare's plays"),
     notes="The published code rotates the target alone and learns a step per position; see the "
     "page about the published code.",
 )
@@ -78,19 +59,7 @@ def judged(rows: list[dict[str, Any]]) -> tuple[Verdict, str]:
 
 
 def measure(arguments: Namespace) -> Findings:
-    shared = {**SHARED, "data": str(Path(arguments.data) / FILE)}
-    rows = run_arms(arguments, ARMS, RATES, SEEDS, shared)
-    verdict, why = judged(rows)
-    return Findings(
-        numbers=[*table_of(rows, list(ARMS)), *widths_of(rows)],
-        verdict=verdict,
-        why=why,
-        runs=kept(rows),
-        seeds=list(range(SEEDS)),
-        cpu_hours=cpu_hours(rows),
-        draw=lambda ax: curves(rows, ax),
-        columns=("validation loss (nats)", "deviation"),
-    )
+    return measure_arms(arguments, ARMS, RATES, SEEDS, SHARED, FILE, judged)
 
 
 if __name__ == "__main__":

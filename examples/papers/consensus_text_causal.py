@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from typing import Any
 
-from evidence import Experiment, Findings, main
-from rates import SMALL, Arm
-from sweep_claims import OPTIONS, PREDICTION, config_of, measure_sweep, refuted
+from evidence import Experiment, Findings, Verdict, main
+from rates import SMALL, Arm, config_of, measure_arms
+from sweep_claims import CLAIM, OPTIONS, PREDICTION, TRAINING, flatter, refuted
 
 RATES = (1e-4, 3.162e-4, 1e-3, 3.162e-3, 1e-2, 3.162e-2, 1e-1)
 SEEDS = 3
@@ -19,17 +20,12 @@ ARMS = {
 }
 FILE = "text/tinyshakespeare.txt"
 SHARED = {
+    **TRAINING,
     "kind": "text",
     "tokenizer": "characters",
-    "length": 128,
     "model": "text-1m",
     "model_options": {**SMALL, "consensus_window": 3, "tie_weights": False},
     "objective": "causal",
-    "steps": 600,
-    "batch_tokens": 2048,
-    "evaluate_every": 200,
-    "save_every": 100,
-    "keep": 6,
     "validation_tokens": 32768,
 }
 
@@ -37,10 +33,7 @@ EXPERIMENT = Experiment(
     name="consensus_text_causal",
     title="Consensus and high learning rates: text, from left to right",
     paper="Stabilizing Transformer Training Through Consensus, Section 5.1 and Figure 2",
-    claim="As the learning rate is increased beyond the band used in practice, self-attention "
-    "(SA) and sliding-window attention (SW) incur sharp degradation, whereas self-consensus (SC) "
-    "degrades more gradually. MIX (attention in the first half of the layers, consensus in the "
-    "second) mirrors SA at the best rate and is less sensitive.",
+    claim=CLAIM,
     prediction=PREDICTION,
     refuted_if=refuted(TOO_LITTLE),
     config=config_of(ARMS, RATES, SHARED, FILE, "1.1 MB of Shakespeare's plays"),
@@ -51,8 +44,12 @@ EXPERIMENT = Experiment(
 )
 
 
+def judged(rows: list[dict[str, Any]]) -> tuple[Verdict, str]:
+    return flatter(rows, RATES, SEEDS, TOO_LITTLE)
+
+
 def measure(arguments: Namespace) -> Findings:
-    return measure_sweep(arguments, ARMS, RATES, SEEDS, SHARED, FILE, TOO_LITTLE)
+    return measure_arms(arguments, ARMS, RATES, SEEDS, SHARED, FILE, judged)
 
 
 if __name__ == "__main__":

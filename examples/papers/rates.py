@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from evidence import Findings, Verdict
 from torch import nn
 
 import graphattn as ga
@@ -187,3 +188,44 @@ def widths_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def curves(rows: list[dict[str, Any]], ax: Any) -> None:
     """Draw the loss of every run over the learning rate, with a line through the means."""
     ga.plot.sweep_curves([{**row, "mixer": row["arm"]} for row in rows], ax=ax)
+
+
+def config_of(
+    arms: dict[str, Arm], rates: Sequence[float], shared: dict[str, Any], file: str, about: str
+) -> dict[str, Any]:
+    """Return everything that determines the numbers of a sweep, as its record keeps it."""
+    return {
+        "arms": {
+            name: {"mixer": arm.mixer, **arm.options, "window": arm.window, **arm.config}
+            for name, arm in arms.items()
+        },
+        "rates": list(rates),
+        **PAPERS_OPTIMIZER,
+        **shared,
+        "files": {file: about},
+    }
+
+
+def measure_arms(
+    arguments: Namespace,
+    arms: dict[str, Arm],
+    rates: Sequence[float],
+    seeds: int,
+    shared: dict[str, Any],
+    file: str,
+    judge: Callable[[list[dict[str, Any]]], tuple[Verdict, str]],
+) -> Findings:
+    """Train all arms at all rates with all seeds; `judge` decides from the rows."""
+    data = str(Path(arguments.data) / file)
+    rows = run_arms(arguments, arms, rates, seeds, {**shared, "data": data})
+    verdict, why = judge(rows)
+    return Findings(
+        numbers=[*table_of(rows, list(arms)), *widths_of(rows)],
+        verdict=verdict,
+        why=why,
+        runs=kept(rows),
+        seeds=list(range(seeds)),
+        cpu_hours=cpu_hours(rows),
+        draw=lambda ax: curves(rows, ax),
+        columns=("validation loss (nats)", "deviation"),
+    )
