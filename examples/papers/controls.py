@@ -14,6 +14,10 @@ import graphattn as ga
 class Average(ga.nn.DotProductAttention):
     """The average of the projected tokens of a window: all queries are 0."""
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.reset_parameters()
+
     def reset_parameters(self) -> None:
         super().reset_parameters()
         for parameter in self.query_proj.parameters():
