@@ -287,9 +287,9 @@ MUTATIONS = [
     ),
     Mutation(
         "steps of sq_inplace project tokens that are not divided",
-        "graphattn/nn/dot_product.py",
-        'super().project_flat(x if self.scaling == "sdp" else self._divided(x))',
-        "super().project_flat(x)",
+        "graphattn/nn/attention.py",
+        "        if self.input_divisor is not None:\n            x = x / self.input_divisor\n        query",
+        "        query",
         ("tests/nn/test_nn_block_steps.py::test_steps_are_one_forward",),
     ),
     Mutation(

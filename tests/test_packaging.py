@@ -166,8 +166,8 @@ PUBLIC = {
     f"{module.__name__}.{name}": getattr(module, name)
     for module in (ga, ga.nn, ga.models, ga.train, ga.plot, ga.spectral, ga.data)
     for name in module.__all__
-    # A version, a number and a type alias have no docstring.
-    if name not in ("__version__", "MAX_BYTES", "FileFormat")
+    # A version, numbers and a type alias have no docstring.
+    if name not in ("__version__", "MAX_BYTES", "STRUCTURE_CONTEXT", "FileFormat")
 }
 
 

@@ -54,6 +54,7 @@ class GraphAttention(AttentionSteps):
 
     eps: float = 0.0
     qk_norm: bool = False
+    input_divisor: float | None = None  # of a layer that scales its input in place
     merged_by = attention_on_ring, attention_with_globals
     # What PyG's generated code passes to `message()`; the pair is (sources, targets).
     propagate_type: ClassVar = {
@@ -143,6 +144,10 @@ class GraphAttention(AttentionSteps):
 
     def project(self, x: Tensor, context: Tensor, rotations: Rotations) -> tuple[Any, ...]:
         """Query [*, N, H, D], key and value [*, M, Hk, D], with rotated queries and keys."""
+        if self.input_divisor is not None:
+            own = context is x
+            x = x / self.input_divisor
+            context = x if own else context / self.input_divisor
         query, key = self.query_proj(x), self.key_proj(context)
         value = context if self.value_proj is None else self.value_proj(context)
         query, key = self.split(query, self.heads), self.split(key, self.kv_heads)
@@ -428,6 +433,8 @@ class GraphAttention(AttentionSteps):
         """
         if self.embeds_values:
             return None
+        if self.input_divisor is not None:
+            x = x / self.input_divisor
         query, key = self.query_proj(x), self.key_proj(x)
         if self.qk_norm:
             query = normalized(self.split(query, self.heads))
@@ -435,8 +442,8 @@ class GraphAttention(AttentionSteps):
         return query, key, x if self.value_proj is None else self.value_proj(x)
 
     def flat_projections(self) -> tuple[nn.Linear | None, ...] | None:
-        if self.embeds_values:
-            return None
+        if self.embeds_values or self.input_divisor is not None:
+            return None  # the C++ step of a whole block projects tokens as they are
         return None if self.qk_norm else (self.query_proj, self.key_proj, self.value_proj)
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from torch import Tensor, nn
+from torch import nn
 
 from graphattn.graphs.arguments import as_choice
 from graphattn.nn.attention import GraphAttention
-from graphattn.nn.base.graph_layer import Rotations
 from graphattn.nn.rotary import RotaryEmbedding
 from graphattn.ops.attention.logits.score import DotProduct, Score
 
@@ -141,6 +140,8 @@ class DotProductAttention(GraphAttention):
                 "scale the product, so use 'sdp'"
             )
         self.scaling = as_choice("scaling", scaling, ("sdp", "sq_inplace"))
+        if scaling == "sq_inplace":
+            self.input_divisor = math.sqrt(self.head_dim)
         if qk_norm and scaling != "sdp":
             raise ValueError(
                 f"scaling must be 'sdp' with qk_norm=True, which undoes any other, got {scaling!r}"
@@ -155,20 +156,3 @@ class DotProductAttention(GraphAttention):
 
     def score(self) -> Score:
         return DotProduct(1 / math.sqrt(self.head_dim) if self.scaling == "sdp" else 1.0)
-
-    def project(self, x: Tensor, context: Tensor, rotations: Rotations) -> tuple[Tensor, ...]:
-        if self.scaling == "sdp":
-            return super().project(x, context, rotations)
-        scaled = self._divided(x)
-        sources = scaled if context is x else self._divided(context)
-        return super().project(scaled, sources, rotations)
-
-    def project_flat(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None] | None:
-        return super().project_flat(x if self.scaling == "sdp" else self._divided(x))
-
-    def flat_projections(self) -> tuple[nn.Linear | None, ...] | None:
-        # The C++ step of a whole block applies them to the tokens as they are.
-        return super().flat_projections() if self.scaling == "sdp" else None
-
-    def _divided(self, x: Tensor) -> Tensor:
-        return x / math.sqrt(self.head_dim)

@@ -47,7 +47,8 @@ def gradients(run, x):
 
 
 def test_every_mixer_of_the_models_has_a_case_at_both_lengths():
-    assert {options["mixer"] for options in MIXERS.values()} == set(KINDS)
+    both = {"dot+krause"}  # its time is that of two others, which have cases
+    assert {options["mixer"] for options in MIXERS.values()} == set(KINDS) - both
     assert [case.name for case in chosen(["mixers"])] == [
         f"mixer-{mixer}-{tokens}" for tokens in (2048, 8192) for mixer in MIXERS
     ]

@@ -398,8 +398,8 @@ MUTATIONS = [
     Mutation(
         "the best rate is the worst",
         "graphattn/train/sweeps/results.py",
-        "best = min(means,",
-        "best = max(means,",
+        "best = min(means, key=lambda lr: means[lr])\n    limit",
+        "best = max(means, key=lambda lr: means[lr])\n    limit",
         (f"{SWEEP}::test_the_stable_range_has_no_gap",),
     ),
     Mutation(

@@ -293,7 +293,7 @@ def test_the_cache_says_how_far_it_goes_back():
 
 def test_layers_go_back_apart_and_reordered_together():
     layers = [case.make() for case in STEPPING]
-    windows, x = [3, None, 9, 4, 5, 6, 7, 8], texts(3, 40)
+    windows, x = [3, None, 9, 4, 5, 6, 7, 8, 10], texts(3, 40)
     cache = ga.nn.ModelCache(
         layer.init_cache(3, window, rollback=2)
         for layer, window in zip(layers, windows, strict=True)
@@ -303,7 +303,7 @@ def test_layers_go_back_apart_and_reordered_together():
         return [layer.step(tokens, part) for layer, part in zip(layers, one, strict=True)]
 
     step(x[:, :30], cache)
-    assert len(cache) == len(list(cache)) == 8
+    assert len(cache) == len(list(cache)) == len(layers)
     assert cache[1].window is None
     assert (cache.position, cache.batch, cache.min_length) == (30, (3,), 28)
     assert cache.num_bytes == sum(part.num_bytes for part in cache)
@@ -311,7 +311,7 @@ def test_layers_go_back_apart_and_reordered_together():
     assert isinstance(twin, ga.nn.ModelCache)
     with pytest.raises(ValueError, match="length must be 28 to 30"):
         cache.truncate(27)
-    assert [part.position for part in cache] == [30] * 8  # the one without a window, too
+    assert [part.position for part in cache] == [30] * len(layers)  # the one without a window, too
     cache.truncate(28)
     index = torch.tensor([2, 0, 0, 1])
     cache.reorder(index)
