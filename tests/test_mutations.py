@@ -288,8 +288,8 @@ MUTATIONS = [
     Mutation(
         "steps of sq_inplace project tokens that are not divided",
         "graphattn/nn/attention.py",
-        "        if self.input_divisor is not None:\n            x = x / self.input_divisor\n        query",
-        "        query",
+        "            x = x / self.input_divisor\n        query",
+        "            pass\n        query",
         ("tests/nn/test_nn_block_steps.py::test_steps_are_one_forward",),
     ),
     Mutation(

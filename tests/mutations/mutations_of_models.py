@@ -78,8 +78,8 @@ MUTATIONS = [
     Mutation(
         "compiled steps leave value embeddings out",
         "graphattn/nn/attention.py",
-        "if self.embeds_values:\n            return None\n        return None if self.qk_norm",
-        "return None if self.qk_norm",
+        "if self.embeds_values or self.input_divisor",
+        "if self.input_divisor",
         (f"{VALUES}::test_steps_by_compiled_code_do_not_leave_them_out",),
     ),
     Mutation(
