@@ -142,7 +142,7 @@ def test_numbers_need_a_prediction_first_and_a_plan_erases_none(tmp_path, capsys
     evidence.main(experiment, lambda _: found, options)
     page = (tmp_path / "try_it.md").read_text(encoding="utf-8")
     assert "**Result: held.** because" in page
-    assert "| sa | lr 1 | 1.25 | - | 1 |" in page
+    assert "\n| | sa |\n|---|---|\n| lr 1 | 1.25 |\n" in page
     figure = (tmp_path / "try_it.svg").read_bytes()
     evidence.main(experiment, lambda _: found, options)
     assert (tmp_path / "try_it.svg").read_bytes() == figure  # no date, no random names

@@ -227,16 +227,22 @@ def page(record: dict[str, Any], has_figure: bool) -> str:
 
 
 def table(rows: list[dict[str, Any]], columns: Sequence[str]) -> list[str]:
-    """Return the lines of a table of numbers."""
-
-    def text(value: Any) -> str:
-        if value is None:
-            return "-"
-        return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-    header = ["mechanism", "setting", *columns, "seeds"]
-    lines = [f"| {' | '.join(header)} |", f"|{'---|' * len(header)}"]
-    for row in rows:
-        cells = (text(row[key]) for key in ("mechanism", "setting", "mean", "spread", "seeds"))
-        lines.append(f"| {' | '.join(cells)} |")
+    """Return the lines of a table of numbers: a line per setting, a column per mechanism."""
+    mechanisms = list(dict.fromkeys(row["mechanism"] for row in rows))
+    cells = {(row["setting"], row["mechanism"]): _cell(row) for row in rows}
+    lines = [f"Numbers: {columns[0]} ± {columns[1]}.", ""]
+    lines += [f"| | {' | '.join(mechanisms)} |", f"|{'---|' * (1 + len(mechanisms))}"]
+    for setting in dict.fromkeys(row["setting"] for row in rows):
+        own = (cells.get((setting, mechanism), "") for mechanism in mechanisms)
+        lines.append(f"| {setting} | {' | '.join(own)} |")
     return lines
+
+
+def _cell(row: dict[str, Any]) -> str:
+    mean, spread = row["mean"], row["spread"]
+    text = "-" if mean is None else f"{mean:.4g}" if isinstance(mean, float) else str(mean)
+    if spread is not None:
+        text += f" ± {spread:.2g}" if isinstance(spread, float) else f" ({spread})"
+    if row.get("diverged"):
+        text += f", {row['diverged']} of {row['seeds']} diverged"
+    return text

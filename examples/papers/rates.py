@@ -158,10 +158,11 @@ def table_of(rows: list[dict[str, Any]], arms: Sequence[str]) -> list[dict[str, 
             numbers.append(
                 {
                     "mechanism": arm,
-                    "setting": f"lr {lr:g}" + (f", {diverged} diverged" if diverged else ""),
+                    "setting": f"lr {lr:g}",
                     "mean": mean if math.isfinite(mean) else None,
                     "spread": spread(losses),
                     "seeds": len(losses),
+                    "diverged": diverged,
                 }
             )
     return numbers
@@ -176,7 +177,7 @@ def widths_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         numbers.append(
             {
                 "mechanism": summary.mixer,
-                "setting": "decades of stable rates (within 0.1 nats of the best)",
+                "setting": "decades within 0.1 nats of the best (95 % interval)",
                 "mean": summary.decades,
                 "spread": None if interval is None else "{:.2g} to {:.2g}".format(*interval),
                 "seeds": len({row["seed"] for row in named if row["mixer"] == summary.mixer}),
