@@ -94,9 +94,9 @@ def read_fasta(
 class _SequenceTokenizer:
     """Base class of the two tokenizers below, which have a fixed vocabulary."""
 
-    vocabulary: ClassVar[str]
+    vocabulary: str
     _kind: ClassVar[str]
-    _letter_of: ClassVar[dict[str, str]]  # the vocabulary's letter for every allowed capital letter
+    _letter_of: dict[str, str]  # the vocabulary's letter for every allowed capital letter
 
     def __init__(self) -> None:
         self._characters = CharacterTokenizer(self.vocabulary)
@@ -162,15 +162,23 @@ class ProteinTokenizer(_SequenceTokenizer):
 
     vocabulary = "ACDEFGHIKLMNPQRSTVWYX"
     _kind = "amino acid"
-    _letter_of: ClassVar = {c: c for c in vocabulary} | dict.fromkeys("BJOUZ*", "X")
+    _letter_of = {c: c for c in vocabulary} | dict.fromkeys("BJOUZ*", "X")
 
 
 class NucleotideTokenizer(_SequenceTokenizer):
     """A tokenizer with one token per base: A, C, G, T, and N for an ambiguous base.
 
     Lower case counts as upper case, and U as T, so DNA and RNA have the same tokens. The other
-    IUPAC codes (R, Y, S, W, K, M, B, D, H, V) and X (masked) become N. A gap ``-`` gives no token,
-    as in :class:`ProteinTokenizer`. Any other letter (E, F, I, ...) raises ValueError.
+    IUPAC codes (R, Y, S, W, K, M, B, D, H, V) become N, or keep a token each with ``iupac=True``. X
+    (masked) becomes N. A gap ``-`` gives no token, as in :class:`ProteinTokenizer`. Any other
+    letter (E, F, I, ...) raises ValueError.
+
+    Args:
+        iupac: whether every IUPAC code has a token of its own, 15 in place of 5: ACGTN have the
+            same numbers in both.
+
+    Source: a token per IUPAC code is from Stabilizing Transformer Training Through Consensus,
+        Section 5.1.
 
     Example:
         >>> import graphattn as ga
@@ -181,13 +189,32 @@ class NucleotideTokenizer(_SequenceTokenizer):
         tensor([2, 0, 3, 4, 1])
         >>> tokenizer.decode(tokenizer.encode("gAU-RC"))
         'GATNC'
+        >>> ga.data.NucleotideTokenizer(iupac=True).encode("gAU-RC")
+        tensor([2, 0, 3, 5, 1])
     """
 
     vocabulary = "ACGTN"
+    _codes: ClassVar = "RYSWKMBDHV"
     _kind = "IUPAC nucleotide"
-    _letter_of: ClassVar = (
-        {c: c for c in vocabulary} | {"U": "T"} | dict.fromkeys("RYSWKMBDHVX", "N")
-    )
+    _letter_of = {c: c for c in vocabulary} | {"U": "T", "X": "N"} | dict.fromkeys(_codes, "N")
+
+    def __init__(self, *, iupac: bool = False) -> None:
+        if not isinstance(iupac, bool):
+            raise ValueError(f"iupac must be True or False, got {iupac!r}")
+        self.iupac = iupac
+        if iupac:
+            self.vocabulary = type(self).vocabulary + self._codes
+            self._letter_of = type(self)._letter_of | {c: c for c in self._codes}
+        super().__init__()
+
+    def __repr__(self) -> str:
+        return f"NucleotideTokenizer({'iupac=True' * self.iupac})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, NucleotideTokenizer) and self.iupac == other.iupac
+
+    def __hash__(self) -> int:
+        return hash((NucleotideTokenizer, self.iupac))
 
 
 _MIN_BASE_SHARE = 0.95  # allows a few ambiguity codes, which assembled genomes have

@@ -221,6 +221,8 @@ def tokenizer_as_dict(tokenizer: Any) -> dict[str, Any]:
         return {"type": name, "file": json.loads(tokenizer.to_json())}
     if isinstance(tokenizer, TableTokenizer):
         return {"type": name, "columns": tokenizer.as_list()}
+    if isinstance(tokenizer, NucleotideTokenizer) and tokenizer.iupac:
+        return {"type": name, "iupac": True}
     if _WITHOUT_OPTIONS.get(name) is type(tokenizer):
         return {"type": name}
     with_options = "CharacterTokenizer", "FileTokenizer", "TableTokenizer"
@@ -231,6 +233,8 @@ def tokenizer_as_dict(tokenizer: Any) -> dict[str, Any]:
 def tokenizer_from_dict(saved: Any, path: str | os.PathLike[str]) -> Tokenizer:
     """Restore a tokenizer from :func:`tokenizer_as_dict`; `path` is the file in error messages."""
     name = saved.get("type") if isinstance(saved, dict) else None
+    if name == "NucleotideTokenizer" and saved.get("iupac") is True:
+        return NucleotideTokenizer(iupac=True)
     if name in _WITHOUT_OPTIONS:
         return _WITHOUT_OPTIONS[name]()
     if name == "CharacterTokenizer" and isinstance(saved.get("vocabulary"), str):

@@ -11,7 +11,10 @@ from graphattn.data import (
     FileFormatError,
     NucleotideTokenizer,
     ProteinTokenizer,
+    load_corpus,
+    load_tokenizer,
     read_fasta,
+    save_tokenizer,
     tokenizer_for_sequence,
 )
 
@@ -154,3 +157,27 @@ def test_real_proteins_and_genomes_get_their_tokenizer(real_files):
     for path in real_files("dna/*.f*a*"):
         for record in read_fasta(path):
             assert type(tokenizer_for_sequence(record.sequence)) is NucleotideTokenizer
+
+
+def test_every_iupac_code_can_keep_a_token(tmp_path):
+    tokenizer, plain = NucleotideTokenizer(iupac=True), NucleotideTokenizer()
+    codes = "ACGTNRYSWKMBDHV"  # the alphabet of IUPAC
+    assert tokenizer.vocab_size == len(set(codes)) == 15
+    assert tokenizer.decode(tokenizer.encode(codes.lower())) == codes
+    assert tokenizer.encode("UX-").tolist() == tokenizer.encode("TN").tolist()
+    assert tokenizer.encode("ACGTN").tolist() == plain.encode("ACGTN").tolist()  # the same numbers
+    assert plain.decode(plain.encode(codes)) == "ACGTN" + 10 * "N"
+    assert tokenizer != plain
+    assert len({tokenizer, plain, NucleotideTokenizer(iupac=True)}) == 2
+    with pytest.raises(ValueError, match="must hold IUPAC nucleotide letters, got 'E'"):
+        tokenizer.encode("ACE")
+    with pytest.raises(ValueError, match="iupac must be True or False, got 1"):
+        NucleotideTokenizer(iupac=1)
+    for made in (tokenizer, plain):
+        save_tokenizer(made, tmp_path / "tokenizer.json")
+        assert load_tokenizer(tmp_path / "tokenizer.json") == made
+    path = tmp_path / "bases.fasta"
+    path.write_text(">a\nACGTRYRY\n>b\nNNVVACGT\n")
+    corpus = load_corpus(path, tokenizer="iupac")
+    assert corpus.kind == "nucleotide"
+    assert corpus.tokenizer.decode(corpus.tokens(0, 0, 8)) == "ACGTRYRY"

@@ -74,7 +74,8 @@ def load_corpus(
             found from the names and beginnings of the files. It must be given for a folder with
             files of several kinds; a warning names the files that are left out.
         tokenizer: a tokenizer; "bytes"; "characters", for the characters that occur in the files;
-            or the path of a file of the `tokenizers` library. "auto" takes bytes for text, and for
+            "iupac", for nucleotides with all their codes; or the path of a file of the `tokenizers`
+            library. "auto" takes bytes for text, and for
             sequences the tokenizer that fits their letters. For a table, it takes a
             :class:`TableTokenizer` that is fitted to all rows.
         cache: a folder in which the corpus is stored. It is used again as long as the files of
@@ -150,16 +151,18 @@ def _class_names(classes: Any) -> tuple[str, ...] | None:
 
 
 def _asked_for(tokenizer: Any) -> str | Tokenizer:
-    """Return a tokenizer from an object, "bytes" or a file; "auto" and "characters" unchanged."""
+    """Return a tokenizer from an object, a name or a file; "auto" and "characters" unchanged."""
     if isinstance(tokenizer, str) and tokenizer in ("auto", "characters"):
         return tokenizer
     if isinstance(tokenizer, str) and tokenizer == "bytes":
         return ByteTokenizer()
+    if isinstance(tokenizer, str) and tokenizer == "iupac":
+        return NucleotideTokenizer(iupac=True)
     if isinstance(tokenizer, str | os.PathLike):  # of an earlier run, or of the library
         if not os.path.exists(tokenizer):
             raise ValueError(
-                "tokenizer must be 'auto', 'bytes', 'characters' or a file of the tokenizers "
-                f"library, got {os.fspath(tokenizer)!r}, which does not exist"
+                "tokenizer must be 'auto', 'bytes', 'characters', 'iupac' or a file of the "
+                f"tokenizers library, got {os.fspath(tokenizer)!r}, which does not exist"
             )
         return read_tokenizer(tokenizer)
     tokenizer_as_dict(tokenizer)  # raises ValueError if it is not a known tokenizer

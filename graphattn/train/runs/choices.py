@@ -204,7 +204,7 @@ def tokenizer_of_model(folder: str) -> str | None:
     path = os.path.join(os.path.dirname(folder_of_model(folder)), "tokenizer.json")
     if os.path.basename(folder_of_model(folder)) != "model" or not os.path.isfile(path):
         return None
-    learned = "columns", "vocabulary", "file"
+    learned = "columns", "vocabulary", "file", "iupac"
     return path if {*tokenizer_as_dict(load_tokenizer(path))} & {*learned} else None
 
 

@@ -63,8 +63,9 @@ class RunConfig:
     )
     tokenizer: str = option(
         "auto",
-        'tokenizer for text: "bytes" (also "auto"), "characters", or the path of a tokenizer.json. '
-        '"auto" takes that of the run whose `model` is trained further.',
+        'tokenizer for text: "bytes" (also "auto"), "characters", or the path of a tokenizer.json; '
+        '"iupac" for nucleotides with all codes of IUPAC, not only A, C, G, T and N. "auto" takes '
+        "that of the run whose `model` is trained further.",
     )
     length: int = option(
         0,
