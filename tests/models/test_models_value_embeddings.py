@@ -232,6 +232,22 @@ def test_layers_of_your_own_read_the_tokens_in_every_model():
     assert cross(x, graph, narrow, tokens=tokens[:, :5]).shape == (2, 9, D)
 
 
+def test_padding_of_a_layer_may_have_any_number():
+    layer = ga.nn.DotProductAttention(D, H, value_embeddings=V)
+    x, tokens = torch.randn(2, 9, D), tokens_of(2, 9)
+    valid = torch.ones(2, 9, dtype=torch.bool)
+    valid[1, :4] = False
+    padded = tokens.masked_fill(~valid, -100)
+    y = layer(x, ga.causal_graph(9), valid=valid, tokens=padded)
+    alone = layer(x[1, 4:], ga.causal_graph(5), tokens=tokens[1, 4:])
+    torch.testing.assert_close(y[1, 4:], alone)
+    cache = layer.init_cache(2, None)
+    first = layer.step(x[:, :6], cache, valid=valid[:, :6], tokens=padded[:, :6])
+    rest = [layer.step(x[:, i], cache, valid=valid[:, i], tokens=padded[:, i]) for i in (6, 7, 8)]
+    steps = torch.cat([first, torch.stack(rest, 1)], dim=1)
+    torch.testing.assert_close(steps[valid], y[valid])
+
+
 def test_no_tokens_and_no_text():
     model = model_of()
     assert model(torch.zeros(2, 0, dtype=torch.int64)).shape == (2, 0, V)
@@ -259,6 +275,13 @@ def test_wrong_arguments_are_named():
         layer(x, graph, tokens=tokens[0])
     with pytest.raises(ValueError, match=r"tokens must be an int32 or int64 tensor \[2, 9\]"):
         layer(x, graph, tokens=tokens.float())
+    for wrong in (-1, V):
+        some = tokens.clone()
+        some[1, 4] = wrong
+        with pytest.raises(ValueError, match=rf"tokens must be 0 .. {V - 1} .* got {wrong}"):
+            layer(x, graph, tokens=some)
+        with pytest.raises(ValueError, match=rf"tokens must be 0 .. {V - 1} .* got {wrong}"):
+            layer.step(x[:, 4], layer.init_cache(2, None), tokens=some[:, 4])
     with pytest.raises(ValueError, match="tokens must be None for this DotProductAttention"):
         plain(x, graph, tokens=tokens)
     with pytest.raises(ValueError, match="tokens must be None for this DotProductAttention"):

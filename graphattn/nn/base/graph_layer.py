@@ -157,7 +157,7 @@ class GraphLayer(Configured, Later):
         projected = self.project(x, context, rotations)
         if tokens is not None or self.embeds_values:
             *others, value = projected
-            projected = (*others, self.with_embedding(value, context, tokens))
+            projected = (*others, self.with_embedding(value, context, tokens, masks[1]))
         if shard is not None:
             mixed = averages_in_parts(self, projected, shard, masks, weights, values)
             if mixed is not None:
@@ -304,7 +304,9 @@ class GraphLayer(Configured, Later):
         """Whether embeddings of the tokens are added to the values."""
         return self._modules.get("value_embedding") is not None
 
-    def with_embedding(self, value: Tensor, x: Tensor, tokens: Tensor | None) -> Tensor:
+    def with_embedding(
+        self, value: Tensor, x: Tensor, tokens: Tensor | None, valid: Tensor | None = None
+    ) -> Tensor:
         """The values [*, M, Hk, D] with the embeddings of the `tokens` [*, M] of features x."""
         if not self.embeds_values:
             raise ValueError(
@@ -312,7 +314,7 @@ class GraphLayer(Configured, Later):
                 f"value_embeddings, got {type(tokens).__name__}: attention with a value projection "
                 "(DotProductAttention, KrauseAttention) has value_embeddings=vocab_size"
             )
-        embedded: Tensor = self._modules["value_embedding"](value, x, tokens)
+        embedded: Tensor = self._modules["value_embedding"](value, x, tokens, valid)
         return embedded
 
     def split(self, x: Tensor, heads: int) -> Tensor:

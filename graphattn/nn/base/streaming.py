@@ -257,7 +257,7 @@ class StreamingLayer(GraphLayer):
         targets, sources = self.project_step(x, rotations)
         if tokens is not None or self.embeds_values:
             values = sources.get("value", x)  # without values, an error says so
-            sources = {**sources, "value": self.with_embedding(values, x, tokens)}
+            sources = {**sources, "value": self.with_embedding(values, x, tokens, mask)}
         # The rows themselves are computed in full precision, as operations are.
         if torch.is_autocast_enabled(x.device.type):
             with full_precision(x.device):

@@ -55,11 +55,23 @@ class ValueEmbedding(nn.Module):
         nn.init.uniform_(self.table.weight, -bound, bound)
         nn.init.zeros_(self.gate.weight)
 
-    def forward(self, value: Tensor, x: Tensor, tokens: Any) -> Tensor:
-        """Return the values [*, M, Hk, D] with the embeddings of tokens [*, M] of features x."""
+    def forward(self, value: Tensor, x: Tensor, tokens: Any, valid: Tensor | None = None) -> Tensor:
+        """Return the values [*, M, Hk, D] with the embeddings of tokens [*, M] of features x.
+
+        `valid` is False where a token is padding, which may have any number.
+        """
         self.check(x, tokens)
+        if valid is not None:
+            tokens = tokens.masked_fill(~valid, 0)
         gate = 2 * torch.sigmoid(self.gate(x[..., : self.gate.in_features]))
-        embedded = self.table(tokens).unflatten(-1, (self.kv_heads, self.head_dim))
+        try:
+            rows = self.table(tokens)
+        except IndexError:  # on a CPU, where the values can be read
+            wrong = int(tokens.min() if tokens.min() < 0 else tokens.max())
+            raise ValueError(
+                f"tokens must be 0 .. {self.vocab_size - 1} (value_embeddings - 1), got {wrong}"
+            ) from None
+        embedded = rows.unflatten(-1, (self.kv_heads, self.head_dim))
         return value + (gate[..., None] * embedded).to(value.dtype)
 
     def check(self, x: Tensor, tokens: Any) -> None:
