@@ -206,6 +206,20 @@ def test_what_cannot_be_classified_is_named(tmp_path, rows, changes, says):
         ga.train.prepare(config_of(path, **{"objective": "classification", **changes}))
 
 
+@pytest.mark.parametrize("preset", ["nanochat-d20", "krause-lm-100m"])
+def test_presets_of_language_models_get_a_head_of_classes_without_bounds(texts, preset):
+    tiny = {"dim": 16, "depth": 2, "heads": 2}
+    given = {"model": preset, "model_options": tiny, "mixer": None, "length": 12}
+    made = ga.train.prepare(config_of(texts, objective="classification", **given))
+    made.model.model.head.bias.data.fill_(1e4)
+    features = made.model(made.train[0]["tokens"])
+    assert features.shape[-1] == 3
+    assert features.min() > 9e3
+    given["model_options"] = {**tiny, "logit_softcap": 9.0}
+    with pytest.raises(ValueError, match=r"logit_softcap=None, got 9\.0"):
+        ga.train.prepare(config_of(texts, objective="classification", **given))
+
+
 def test_guessing_by_frequency_counts_every_text_once(texts):
     made = ga.train.prepare(config_of(texts, objective="classification", length=4))
     report = ga.train.evaluate_model(

@@ -121,8 +121,10 @@ def choose_model(config: RunConfig, corpus: Corpus) -> tuple[RunConfig, nn.Modul
         given.setdefault("zero_head", True)
     changes = {**given, **_mixing(config, arguments, kind)}
     if config.objective in ("classification", "regression") and made.model == "CausalLM":
-        given.setdefault("tie_weights", False)
-        changes.setdefault("tie_weights", False)
+        new_head: dict[str, Any] = {"tie_weights": False}
+        if arguments.get("logit_softcap") is not None:
+            new_head["logit_softcap"] = None
+        given, changes = {**new_head, **given}, {**new_head, **changes}
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(config.seed)
