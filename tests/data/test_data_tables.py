@@ -191,6 +191,10 @@ def test_names_of_columns_are_found_or_numbers(tmp_path):
     assert (without.tokenizer.names, len(without)) == (("1", "2"), 2)
     counted = load_corpus(write(tmp_path / "c.csv", "2,2\n63,1,1\n37,2,0\n"))  # of scikit-learn
     assert (counted.tokenizer.names, len(counted)) == (("1", "2"), 2)
+    years = load_corpus(write(tmp_path / "e.csv", "2019,2020,Label\n63,1,x\n37,2,y\n"))
+    assert (years.tokenizer.names, years.classes) == (("2019", "2020"), ("x", "y"))
+    nameless = load_corpus(write(tmp_path / "f.csv", "63,1\n37,2\n"), kind="table")
+    assert (nameless.tokenizer.names, nameless.classes) == (("1",), ("1", "2"))
     named_otherwise = load_corpus(write(tmp_path / "d.data", "63,m,1\n37,f,0\n"), kind="table")
     assert torch.equal(named_otherwise[1]["tokens"], without[1]["tokens"])
 
@@ -260,11 +264,55 @@ def test_equal_rows_are_never_in_two_parts_though_bins_are_coarse(tmp_path):
         ("a.data", "a;b\n1;2\n", {"kind": "table"}, r"separated by commas \(.csv\) or by tabs"),
         ("a.csv", "a,b,c\n1,2,3\n", {"tokenizer": "bytes"}, "'auto' or a TableTokenizer"),
         ("a.csv", "a,b,c\n1,2,3\n", {"kind": "protein"}, "holds no fasta files"),
+        ("a.csv", "a,label,label\n1,2,3\n", {}, "must have one column 'label', but it has 2"),
+        ("a.csv", "x,o,win\no,o,win\nx,x,no\n", {}, "'win' as a label and in its first row"),
+        ("a.csv", "so so,bad\noh,bad\nah,no\n", {}, "'bad' as a label and in its first row"),
+        ("a.csv", "age;sex;y\n1;m;0\n", {}, "to be separated by semicolons"),
+        ("a.tsv", "text,label\nto be,0\n", {}, "to be separated by commas"),
+        ("a.csv", "A title\na,b,y\n1,2,x\n", {}, r"row 1 has 1 columns \(A title\), but row 2 has"),
+        ("a.csv", "a,b,label,\n1,2,x\n", {}, r"row 1 has 4 columns \(a, b, label, \), but row 2"),
+        ("a.csv", 'text,label\na,0\n"b" c,1\n', {}, "line 3: cannot be read as CSV"),
     ],
 )
 def test_what_cannot_be_read_is_named(tmp_path, name, text, options, says):
     with pytest.raises(ValueError, match=says):
         load_corpus(write(tmp_path / name, text), **options)
+
+
+def test_a_text_may_be_longer_than_the_limit_of_pythons_csv(tmp_path):
+    limit = csv.field_size_limit()
+    long = "ab" * limit
+    corpus = load_corpus(write(tmp_path / "a.csv", f"text,label\n{long},x\nc,y\n"))
+    assert corpus.lengths.tolist() == [2 * limit, 1]
+    assert csv.field_size_limit() == limit
+
+
+def test_infinity_is_unknown_among_numbers_and_adjacent_numbers_have_a_border():
+    tokenizer = TableTokenizer.fit(["a"], [["1"], ["3"], [" inf "], ["-Infinity"], ["?"]])
+    assert tokenizer.columns[0].edges == (2.0,)
+    cells = ("1", "3", "inf", "-inf", "nan")
+    assert [int(tokenizer.encode(cell)) for cell in cells] == [1, 2, 0, 0, 0]
+    low, high = 1.0, float(np.nextafter(1.0, 2.0))
+    adjacent = TableTokenizer.fit(["a"], [[repr(low)], [repr(high)]])
+    assert [int(adjacent.encode(repr(x))) for x in (low, high)] == [1, 2]
+
+
+def test_columns_that_contradict_themselves_are_named():
+    column = ga.data.TableColumn
+    assert hash(column("a", edges=[1, 2])) == hash(column("a", edges=(1.0, 2.0)))
+    for options, says in (
+        ({"edges": (2.0, 1.0)}, "edges must be ascending"),
+        ({"edges": (1.0,), "values": ("x",)}, "values must be empty"),
+        ({"values": ("x", "x")}, "values must be different"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            column("a", **options)
+    with pytest.raises(ValueError, match="must contain TableColumns, got 'a'"):
+        TableTokenizer(["a"])
+    with pytest.raises(ValueError, match=r"must contain texts.*got 63 in row 0"):
+        TableTokenizer.fit(["age"], [[63]])
+    with pytest.raises(ValueError, match="must be a line of CSV, got list"):
+        TableTokenizer.fit(["age"], [["63"]]).encode(["63"])
 
 
 def test_a_table_tokenizer_reads_no_text_and_bad_arguments_are_named(tmp_path):

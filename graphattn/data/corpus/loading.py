@@ -58,8 +58,8 @@ def load_corpus(
               the last one, has the class. If there is a column "text", or only one column beside
               the label, the records are texts; otherwise it is a table, with one token per column
               (:class:`TableTokenizer`), and the names of the records are their cells. The first
-              row has the names of the columns, unless one of its cells is a number. TSV has no
-              quotes.
+              row has the names of the columns, unless one of its cells is a number and none is
+              "label". TSV has no quotes.
             * FASTA: every sequence is a record. Its group is the organism, which is in [brackets]
               at the end of the header, or after ``OS=``. If a header has no organism and there are
               several files, the group is the name of the file.

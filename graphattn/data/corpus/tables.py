@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ from graphattn.data.files import FileFormatError
 from graphattn.data.tables.rows import number, read_rows
 from graphattn.data.tables.tokenizer import TableTokenizer, line_of
 from graphattn.data.text import CharacterTokenizer
+
+_NAME = re.compile(r"[\w.-]+")
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,12 @@ def columns_of(source: Source, kind: str) -> ColumnRoles:
     path = source.files[0][0]
     names, _ = _rows(path)
     lower = [name.lower() for name in names]
+    for name in ("label", "text"):
+        if lower.count(name) > 1:
+            raise FileFormatError(
+                path, f"must have one column {name!r}, but it has {lower.count(name)}"
+            )
+    _check_separator(path, names)
     label = lower.index("label") if "label" in lower else len(names) - 1
     others = [place for place in range(len(names)) if place != label]
     text = lower.index("text") if "text" in lower and lower.index("text") != label else None
@@ -65,6 +74,21 @@ def columns_of(source: Source, kind: str) -> ColumnRoles:
             f"{', '.join(map(repr, names[:8]))}{', ...' if len(names) > 8 else ''}",
         )
     return ColumnRoles(tuple(names), label, text)
+
+
+def _check_separator(path: Path, names: list[str]) -> None:
+    """Raise an error if the cells of a file of one column are separated by something else."""
+    if len(names) > 1:
+        return
+    for separator, name in ((";", "semicolons"), ("\t", "tabs"), ("|", "bars"), (",", "commas")):
+        parts = [part.strip().strip('"').lower() for part in names[0].split(separator)]
+        are_names = separator != "," and all(map(_NAME.fullmatch, parts))
+        if len(parts) > 1 and (are_names or {"label", "text"} & {*parts}):
+            raise FileFormatError(
+                path,
+                f"has one column, {names[0]!r}, whose cells seem to be separated by {name}: they "
+                "must be separated by commas (.csv) or by tabs (.tsv)",
+            )
 
 
 def characters_of_rows(source: Source, columns: ColumnRoles) -> CharacterTokenizer:
@@ -99,6 +123,13 @@ def read_csvs(source: Source, writer: CorpusWriter, tokenizer: Any) -> dict[str,
     if place is not None:
         seen = {row[place].strip() for _, row in _all_rows(source, columns)}
         classes = list(source.classes or _in_order(seen))
+        name = columns.names[place]
+        if name in classes and number(name) is None:  # not a number for want of a name
+            raise FileFormatError(
+                source.files[0][0],
+                f"has {name!r} as a label and in its first row, which is read as the names of the "
+                "columns: begin with a row of names, such as text,label",
+            )
     numbers = {name: index for index, name in enumerate(classes)}
     for count, (path, row) in enumerate(_all_rows(source, columns)):
         label = None

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from graphattn.data.files import FileFormatError
 
 MISSING = frozenset({"", "?", "na", "n/a", "nan", "null", "none"})
+LONGEST_CELL = 2**31 - 1  # characters; a text may have more than the 2**17 of Python's csv
 
 
 def read_rows(
@@ -18,9 +19,9 @@ def read_rows(
 ) -> tuple[list[str], Iterator[list[str]]]:
     r"""Return the names of the columns, and an iterator of the rows, which are read one by one.
 
-    The first line has the names if none of its cells is a number and not all are missing; otherwise
-    the names are numbers from 1. A first line with another number of cells than the second, such as
-    the counts in files of scikit-learn, is left out.
+    The first line has the names if none of its cells is a number and not all are missing, or if one
+    of them is "label"; otherwise the names are numbers from 1. A first line with another number of
+    cells than the second is left out if it has a number, as the counts in files of scikit-learn.
 
     Args:
         path: the file, for error messages.
@@ -29,8 +30,9 @@ def read_rows(
             separated by commas, and a cell in double quotes may contain commas and line breaks.
 
     Raises:
-        FileFormatError: if there are fewer than two rows, or, when it is read, a row has another
-            number of cells.
+        FileFormatError: if there are fewer than two rows, if a first line without numbers has
+            another number of cells than the second, or, when it is read, a row has another number
+            of cells.
 
     Example:
         >>> from graphattn.data.tables.rows import read_rows
@@ -44,14 +46,21 @@ def read_rows(
         raise FileFormatError(path, "must have at least two rows to be a table")
     width = len(second[1])
     names = [str(c + 1) for c in range(width)]
-    body = itertools.chain([second], rows)
-    if len(first[1]) == width:
-        cells = first[1]
-        is_data = all(map(is_missing, cells)) or any(number(cell) is not None for cell in cells)
-        if is_data:
+    body, cells = itertools.chain([second], rows), first[1]
+    has_numbers = any(number(cell) is not None for cell in cells)
+    if len(cells) == width:
+        stripped = [cell.strip() for cell in cells]
+        has_label = "label" in map(str.lower, stripped)
+        if not has_label and (has_numbers or all(map(is_missing, cells))):
             body = itertools.chain([first], body)
         else:
-            names = [cell.strip() for cell in cells]
+            names = stripped
+    elif not has_numbers:
+        raise FileFormatError(
+            path,
+            f"row 1 has {len(cells)} columns ({', '.join(cells[:8])}), but row 2 has {width}: the "
+            "first row must have the name of every column",
+        )
     return names, _checked(path, body, width)
 
 
@@ -65,12 +74,17 @@ def _parsed(
         reader = csv.reader(iter(lines), strict=True)
     place = 0
     while True:
+        # The limit of cells belongs to the whole process, so it is changed for this row alone.
+        limit = csv.field_size_limit(LONGEST_CELL)
         try:
             row = next(reader)
         except StopIteration:
             return
         except csv.Error as error:
-            raise FileFormatError(path, f"cannot be read as CSV: {error}") from error
+            reason = f"cannot be read as CSV: {error}"
+            raise FileFormatError(path, reason, line=reader.line_num) from error
+        finally:
+            csv.field_size_limit(limit)
         if any(map(str.strip, row)):
             place += 1
             yield place, row

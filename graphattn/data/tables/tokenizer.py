@@ -5,10 +5,11 @@ from __future__ import annotations
 import csv
 import functools
 import io
+import itertools
+import re
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import numpy
@@ -18,6 +19,8 @@ from torch import Tensor
 from graphattn.data.tables.rows import is_missing, number
 from graphattn.data.text import as_tokens
 from graphattn.graphs.arguments import as_int
+
+_INFINITE = re.compile(r"[+-]?inf(inity)?", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,19 @@ class TableColumn:
     name: str
     edges: tuple[float, ...] | None = None
     values: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        edges, values = self.edges, tuple(self.values)
+        if edges is not None:
+            edges = tuple(float(edge) for edge in edges)
+            if values:
+                raise ValueError(f"values must be empty for a column with edges, got {values}")
+            if not all(a < b for a, b in itertools.pairwise(edges)):
+                raise ValueError(f"edges must be ascending, got {edges}")
+        if len(set(values)) < len(values):
+            raise ValueError(f"values must be different, got {values}")
+        object.__setattr__(self, "edges", edges)  # as tuples, to be hashed and compared
+        object.__setattr__(self, "values", values)
 
     @property
     def num_tokens(self) -> int:
@@ -79,7 +95,7 @@ class TableTokenizer:
     reads tables, and masked cells can be guessed.
 
     A cell that is missing (empty, "?", "NA", ...), a value that was not seen by :meth:`fit`, and
-    text in a column of numbers have the first token of their column.
+    text or infinity in a column of numbers have the first token of their column.
 
     Args:
         columns: the columns, in the order of the table; :meth:`fit` makes them.
@@ -103,7 +119,13 @@ class TableTokenizer:
         self.columns = tuple(columns)
         if not self.columns:
             raise ValueError("columns must have at least one TableColumn, got none")
-        ends = tuple(accumulate(column.num_tokens for column in self.columns))
+        for column in self.columns:
+            if not isinstance(column, TableColumn):
+                raise ValueError(
+                    f"columns must contain TableColumns, got {column!r}: TableTokenizer.fit makes "
+                    "them from rows"
+                )
+        ends = tuple(itertools.accumulate(column.num_tokens for column in self.columns))
         self._firsts, self.vocab_size = (0, *ends[:-1]), ends[-1]
 
     @classmethod
@@ -131,6 +153,12 @@ class TableTokenizer:
                     f"rows must have {len(names)} cells each, like names, got {len(row)} in row "
                     f"{place}"
                 )
+            for cell in row:
+                if not isinstance(cell, str):
+                    raise ValueError(
+                        f"rows must contain texts, as they are in a file, got {cell!r} in row "
+                        f"{place}: use str(cell)"
+                    )
         return cls([_column(name, [row[c] for row in cells], bins) for c, name in enumerate(names)])
 
     @property
@@ -147,6 +175,8 @@ class TableTokenizer:
         Raises:
             ValueError: if it does not have one cell per column.
         """
+        if not isinstance(text, str):
+            raise ValueError(f"text must be a line of CSV, got {type(text).__name__}")
         return torch.tensor(self.encode_cells(cells_of(text)), dtype=torch.long)
 
     def encode_cells(self, cells: Sequence[str]) -> list[int]:
@@ -225,13 +255,14 @@ def _value(cell: str) -> str:
 
 def _column(name: str, cells: list[str], bins: int) -> TableColumn:
     known = [_value(cell) for cell in cells if not is_missing(cell)]
-    numbers = [number(cell) for cell in known]
-    if not known or None in numbers:
+    numbers = [number(cell) for cell in known if not _INFINITE.fullmatch(cell)]
+    if not numbers or None in numbers:
         return TableColumn(name, values=tuple(sorted(set(known))))
     x = numpy.array(numbers, dtype=numpy.float64)
     distinct = numpy.unique(x)
     if len(distinct) <= bins:
-        edges = distinct[:-1] / 2 + distinct[1:] / 2
+        middle = distinct[:-1] / 2 + distinct[1:] / 2
+        edges = numpy.where(middle > distinct[:-1], middle, distinct[1:])  # of adjacent floats
     else:
         edges = numpy.unique(numpy.quantile(x, numpy.arange(1, bins) / bins))
     return TableColumn(name, edges=tuple(edges[edges > distinct[0]].tolist()))
