@@ -533,6 +533,12 @@ def test_the_width_of_the_range_has_an_interval_over_seeds():
     (summary,) = summarize_sweep([*rows, waiting])
     assert summary.decades_interval == pytest.approx(expected, rel=1e-6)
     assert summarize_sweep(rows[:4])[0].decades_interval is None
+    # Neither does one with fewer rates; and there is no width if nothing was finished.
+    fewer = row_of("mix", 1e-4, 1.0) | {"seed": 3}
+    assert summarize_sweep([*rows, fewer])[0].decades_interval == pytest.approx(expected, rel=1e-6)
+    none = [row_of("mix", 1e-4, None) | {"seed": seed} for seed in (0, 1)]
+    (summary,) = summarize_sweep(none)
+    assert (summary.diverged, summary.decades, summary.decades_interval) == (2, None, None)
 
 
 RATES = (1e-5, 5e-5, 7.5e-5, 1e-4, 2.5e-4, 5e-4, 7.5e-4, 1e-3)

@@ -164,7 +164,7 @@ def _summary(mixer: str, rows: list[Row], rise: float, is_share: bool) -> MixerS
         stable=stable,
         highest_loss=means[stable[1]] if stable else None,
         decades=math.log10(stable[1] / stable[0]) if stable else None,
-        decades_interval=_interval(_widths(rows, rise, is_share)),
+        decades_interval=_interval(_widths(rows, rise, is_share)) if stable else None,
         trials=len(rows),
         diverged=count("diverged"),
         failed=count("failed"),
@@ -192,12 +192,14 @@ def _stable(rows: list[Row], rise: float, is_share: bool) -> tuple[float, float]
 def _widths(rows: list[Row], rise: float, is_share: bool) -> list[float]:
     """Return the width of the stable range of every seed, in decades.
 
-    A seed whose trials have not all ended is left out: its range would be too narrow.
+    A seed whose trials have not all ended, or that lacks a rate of others, is left out: its range
+    would be too narrow.
     """
-    widths = []
+    widths, rates = [], {row["lr"] for row in rows}
     for seed in dict.fromkeys(row.get("seed") for row in rows):
         own = [row for row in rows if row.get("seed") == seed]
-        if all(row["status"] in RESULTS for row in own):
+        ended = {row["lr"] for row in own if row["status"] in RESULTS}
+        if ended == rates and all(row["status"] in RESULTS for row in own):
             found = _stable(own, rise, is_share)
             widths.append(math.log10(found[1] / found[0]) if found else 0.0)
     return widths
