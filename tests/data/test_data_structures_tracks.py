@@ -228,6 +228,8 @@ def test_a_model_takes_the_context_and_reads_no_unknown_residue():
         assert (model.logits(structure, context=left_out) - out).abs().max() > 1e-5
     empty = structure_context(Structure("", torch.zeros(0, 3), has_all_atoms=True), ["plddt"])
     assert empty["plddt"].shape == (0, 1)
+    none = structure_context(Structure("", torch.zeros(0, 3)), ["secondary_structure"])
+    assert none["secondary_structure"].dtype == torch.int64
 
 
 @pytest.mark.parametrize(
@@ -236,6 +238,11 @@ def test_a_model_takes_the_context_and_reads_no_unknown_residue():
         ({}, "plddt", "tracks must be a list of some of secondary_structure, .*got 'plddt'"),
         ({}, ["plddt", "domains"], "got .*domains"),
         ({"b_factors": torch.tensor([1.0, 120.0, 3.0])}, ["plddt"], "0 to 100 .*, got 120: leave"),
+        (
+            {"b_factors": torch.tensor([0.9, math.nan, 0])},
+            ["plddt"],
+            "0 to 100 .*, got at most 0.9",
+        ),
         ({}, ["solvent_accessibility"], r"read_structure\(path, atoms='all'\)"),
     ],
 )

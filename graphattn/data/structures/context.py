@@ -33,8 +33,8 @@ def structure_context(structure: Structure, tracks: Iterable[str]) -> dict[str, 
         tracks: names of tracks.
 
     Raises:
-        ValueError: if a track is unknown, if a B factor is not in 0 .. 100, or if
-            `solvent_accessibility` has no atoms (``read_structure(path, atoms="all")``).
+        ValueError: if a track is unknown, if a B factor is not in 0 .. 100 or none is above 1, or
+            if `solvent_accessibility` has no atoms (``read_structure(path, atoms="all")``).
         ImportError: if biotite is not installed, for the first two.
 
     Source: Stabilizing Transformer Training Through Consensus, Section 5.1 and Appendix E.1, has
@@ -81,6 +81,13 @@ def _plddt(structure: Structure) -> Tensor:
         raise ValueError(
             f"structure must have a pLDDT from 0 to 100 as b_factors, got {value:g}: leave the "
             "track 'plddt' out if they are B factors of an experiment"
+        )
+    known = confidence[~confidence.isnan()]
+    if len(known) and 0 < float(known.max()) <= 1:  # as ESMFold writes it
+        raise ValueError(
+            f"structure must have a pLDDT from 0 to 100 as b_factors, got at most "
+            f"{float(known.max()):g}: make a Structure with b_factors=100 * structure.b_factors if "
+            "they are shares"
         )
     return confidence[:, None] / HUNDRED
 

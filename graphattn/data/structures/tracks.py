@@ -26,7 +26,7 @@ def secondary_structure(structure: Any) -> Tensor:
     atoms.chain_id = numpy.array(structure.chain_index.tolist(), dtype=str).astype("U8")
     atoms.res_id = structure.positions.cpu().numpy()  # gaps of these break the chain in biotite
     codes = [_CODES.get(code, 0) for code in annotate_sse(atoms).tolist()]
-    return torch.tensor(codes, device=structure.ca_positions.device)
+    return torch.tensor(codes, dtype=torch.int64, device=structure.ca_positions.device)
 
 
 def solvent_accessibility(structure: Any, probe_radius: float) -> Tensor:
