@@ -386,6 +386,9 @@ def test_tracks_that_a_batch_or_a_model_does_not_have_are_named():
 
     with pytest.raises(ValueError, match="model must have the source track 'structure'"):
         objective.loss(ReadsOnly(6), batch)
+    schedule = ga.train.MaskedTokens(MASK, context_schedule="sqrt")
+    with pytest.raises(ValueError, match=r"context_schedule must be None .*, got 'sqrt'"):
+        schedule.loss(protein_model(), schedule.collate([{"tokens": torch.arange(6)}]))
     over = examples((6,), unknown=False)
     over[0]["tracks"]["structure"].fill_(11)
     whole = ga.train.MaskedTokens(MASK, mask_ratio=1.0, tracks={"structure": "constant"})

@@ -229,6 +229,12 @@ class MaskedTokens(LikelihoodObjective):
             tracks[name] = codes.masked_fill(where[name], UNKNOWN)
         changed = {"tracks": tracks}
         if self.context_schedule is not None:
+            if not batch.get("context") and not getattr(inside, "context", None):
+                raise ValueError(
+                    "context_schedule must be None for a model and examples without context, got "
+                    f"{self.context_schedule!r}: make ProteinModel(..., context=...), and give "
+                    "examples a 'context'"
+                )
             changed["context"] = self._corrupted(batch.get("context") or {}, generator)
         given = {**batch, **{key: value for key, value in changed.items() if value}}
         logits = outputs_of_tracks(model, inputs, given, where, packed=self.packed)
