@@ -206,6 +206,17 @@ def test_what_cannot_be_classified_is_named(tmp_path, rows, changes, says):
         ga.train.prepare(config_of(path, **{"objective": "classification", **changes}))
 
 
+def test_a_text_beside_the_folders_of_classes_is_named(tmp_path):
+    for name in (*(f"{folder}/{n}.txt" for folder in "ab" for n in range(10)), "about.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"This is {name}.")
+    with pytest.raises(ValueError, match=r"without labels.* \('about.txt' is in no folder"):
+        ga.train.prepare(config_of(tmp_path, objective="classification"))
+    (tmp_path / "about.txt").unlink()
+    made = ga.train.prepare(config_of(tmp_path, objective="classification"))
+    assert made.config.objective_options["classes"] == ["a", "b"]
+
+
 @pytest.mark.parametrize("preset", ["nanochat-d20", "krause-lm-100m"])
 def test_presets_of_language_models_get_a_head_of_classes_without_bounds(texts, preset):
     tiny = {"dim": 16, "depth": 2, "heads": 2}

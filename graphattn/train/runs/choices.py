@@ -405,8 +405,13 @@ def _check_labels(config: RunConfig, corpus: Corpus) -> None:
                 "the column 'label', or else in the last one"
             )
     elif "labels" not in corpus.example(0, 0, 1):
+        folders = {name.rpartition("/")[0] for name in corpus.names}
+        stray = ""
+        if corpus.kind == "text" and "" in folders and len(folders) > 2:
+            beside = next(name for name in corpus.names if "/" not in name)
+            stray = f" ({beside!r} is in no folder, so the other folders are no classes)"
         raise ValueError(
             "objective must not be 'classification' for data without labels, got data of kind "
-            f"{corpus.kind!r}: give texts in one folder per class, CSV or TSV with a column of "
-            "labels, GenBank files, or images"
+            f"{corpus.kind!r}{stray}: give texts in one folder per class, CSV or TSV with a column "
+            "of labels, GenBank files, or images"
         )
