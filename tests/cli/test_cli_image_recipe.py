@@ -47,8 +47,10 @@ def test_digits_are_trained_with_the_recipe_continued_and_evaluated(digits, tmp_
     weights = [ga.load(run.path / "model").state_dict() for run in runs]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     prepared = ga.train.prepare(runs[0].config)
+    names = [str(digit) for digit in range(10)]
     assert repr(prepared.objective) == (
-        "Classification(num_classes=10, label_smoothing=0.1, mixup=0.8, cutmix=1.0)"
+        f"Classification(num_classes=10, label_smoothing=0.1, classes={names}, mixup=0.8, "
+        "cutmix=1.0)"
     )
     trained = ga.train.load_trained(whole)
     assert trained.objective.mixup == 0  # it evaluates the images as they are
