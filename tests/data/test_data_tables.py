@@ -230,7 +230,7 @@ def test_other_data_gets_the_numbers_of_given_classes(tmp_path):
     ):
         load_corpus(only, classes=["no", "maybe"])
     for classes in ("yes", ["yes", "yes"], [0, 1]):
-        with pytest.raises(ValueError, match="classes must be at least two different names"):
+        with pytest.raises(ValueError, match="classes must be at least two different texts"):
             load_corpus(only, classes=classes)
 
 

@@ -1,6 +1,7 @@
 """Classifiers of texts and of tables: what is fitted, split, cut and trained further."""
 
 import csv
+import shutil
 
 import numpy as np
 import pytest
@@ -181,9 +182,38 @@ def test_a_classifier_is_trained_further_with_its_head(texts, tmp_path):
     made = ga.train.prepare(config_of(texts, objective="classification", **options))
     assert torch.equal(made.model.model.head.weight, ga.load(run.path / "model").model.head.weight)
     two = tmp_path / "two.tsv"
-    two.write_text("text\tlabel\n" + "".join(f"a{n}\t{n % 2}\n" for n in range(60)))
+    two.write_text("text\tlabel\n" + "".join(f"a{n}\t{n % 2 + 1}\n" for n in range(60)))
+    made = ga.train.prepare(config_of(two, objective="classification", **options))
+    assert made.config.objective_options["classes"] == ["0", "1", "2"]  # of which two occur
+    labels = {made.train[n]["label"] for n in range(len(made.train))}
+    assert labels == {1, 2}
+    two.write_text("text\tlabel\n" + "".join(f"a{n}\t{'no' * (n % 2 + 1)}\n" for n in range(60)))
     with pytest.raises(ValueError, match="has a head for 3 classes, but the data has 2"):
         ga.train.prepare(config_of(two, objective="classification", **options))
+    two.write_text("text\tlabel\n" + "".join(f"a{n}\tc{n % 3}\n" for n in range(60)))
+    with pytest.raises(ValueError, match="head for the classes 0, 1, 2, but the data has c0,"):
+        ga.train.prepare(config_of(two, objective="classification", **options))
+    options["objective_options"] = {"classes": ["c2", "c0", "c1"]}
+    made = ga.train.prepare(config_of(two, objective="classification", **options))
+    assert made.corpus.classes == ("c2", "c0", "c1")
+
+
+def test_images_of_some_classes_keep_the_numbers_that_a_saved_model_gave_them(tmp_path):
+    from PIL import Image
+
+    draws = np.random.default_rng(0)
+    for name in "abc":
+        (tmp_path / "all" / name).mkdir(parents=True)
+        for n in range(20):
+            pixels = draws.integers(0, 255, (8, 8), dtype=np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "all" / name / f"{n}.png")
+    given = {"objective": "classification", "model": "digits", "mixer": None, "model_options": {}}
+    config = config_of(tmp_path / "all", steps=1, out=str(tmp_path / "run"), **given)
+    run = ga.train.engine.fit_prepared(ga.train.prepare(config))
+    shutil.copytree(tmp_path / "all", tmp_path / "some", ignore=lambda *_: ["a"])
+    made = ga.train.prepare(config_of(tmp_path / "some", **{**given, "model": str(run.path)}))
+    assert made.corpus.classes == ("a", "b", "c")
+    assert {made.train[n]["label"] for n in range(len(made.train))} == {1, 2}
 
 
 ROWS = "".join(f"{n},a,{n % 2}\n" for n in range(40))

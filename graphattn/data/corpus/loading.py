@@ -146,7 +146,7 @@ def _class_names(classes: Any) -> tuple[str, ...] | None:
         return None
     names = [classes] if isinstance(classes, str) else list(classes)
     if len(names) < 2 or len(set(names)) < len(names) or not all(isinstance(n, str) for n in names):
-        raise ValueError(f"classes must be at least two different names, got {classes!r}")
+        raise ValueError(f"classes must be at least two different texts, got {classes!r}")
     return tuple(names)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -210,6 +211,15 @@ def tokenizer_of_model(folder: str) -> str | None:
     return path if {*tokenizer_as_dict(load_tokenizer(path))} & {*learned} else None
 
 
+def classes_of_model(folder: str) -> list[str]:
+    """Return the names of the classes that the model of a run was trained with, in their order."""
+    folder = folder_of_model(folder)
+    path = os.path.join(os.path.dirname(folder), "config.yaml")
+    if os.path.basename(folder) != "model" or not os.path.isfile(path):
+        return []
+    return list(RunConfig.load(path).objective_options.get("classes") or [])
+
+
 def tokens_of_image(model: nn.Module) -> int:
     """Return the number of tokens that a model makes of an image."""
     config = unwrapped(model).config
@@ -283,11 +293,11 @@ def _saved_model(config: RunConfig, corpus: Corpus) -> nn.Module:
                 f"least {least}: choose a model with a larger vocabulary"
             )
         if config.objective == "classification":
-            model = _with_classes(config, model, num_classes(config, corpus))
+            model = _with_classes(config, model, num_classes(config, corpus), corpus.classes)
     return model.train()
 
 
-def _with_classes(config: RunConfig, model: Any, classes: int) -> WithHead:
+def _with_classes(config: RunConfig, model: Any, classes: int, names: Sequence[str]) -> WithHead:
     """Give a saved model a new head for classes, unless it has one."""
     if not isinstance(model, WithHead):
         with torch.random.fork_rng(devices=[]):
@@ -299,7 +309,19 @@ def _with_classes(config: RunConfig, model: Any, classes: int) -> WithHead:
             f"{classes}: choose data with the same classes, or the model without this head, from "
             "which it was trained"
         )
+    known = classes_of_model(config.model)
+    if known and names and not {*names} <= {*known} and "classes" not in config.objective_options:
+        raise ValueError(
+            f"model {config.model!r} has a head for the classes {_listed(known)}, but the data has "
+            f"{_listed(names)}: choose data with the same classes, or the model without this head, "
+            "from which it was trained. If only their names differ, set objective_options: classes "
+            "to those of the data, in the order of the head"
+        )
     return model
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
 
 
 def _mixing(config: RunConfig, arguments: dict[str, Any], kind: Any) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from graphattn.train.objectives.registry import objective as make_objective
 from graphattn.train.runs.choices import (
     choose_model,
     choose_objective,
+    classes_of_model,
     mixing,
     objective_options,
     tokenizer_of_model,
@@ -160,6 +161,8 @@ def prepare(config: RunConfig) -> Prepared:
     data = os.path.abspath(config.data)
     config = config.replace(data=data, kind=corpus.kind, tokenizer=tokenizer)
     config = choose_objective(config, corpus)
+    if config.objective == "classification" and os.path.isdir(config.model):
+        config, corpus = _numbered(config, corpus)
     corpus = as_read(corpus, config.objective)
     config, parts = split_data(config, corpus)
     if corpus.kind == "table" and config.tokenizer == "auto":
@@ -214,6 +217,16 @@ def _fitted(
     rows = [cells_of(names[record]) for record in parts["train"].spans[:, 0].tolist()]
     corpus = read_corpus(config, TableTokenizer.fit(corpus.tokenizer.names, rows))
     return corpus, {name: Part(corpus, part.spans) for name, part in parts.items()}
+
+
+def _numbered(config: RunConfig, corpus: Corpus) -> tuple[RunConfig, Corpus]:
+    """Give the classes of data the numbers that they have in a saved model."""
+    known, options = classes_of_model(config.model), config.objective_options
+    here = list(corpus.classes)
+    if "classes" in options or here == known or not here or not {*here} <= {*known}:
+        return config, corpus
+    config = config.replace(objective_options={**options, "classes": known})
+    return config, read_corpus(config)
 
 
 def is_of_records(objective: Objective) -> bool:
