@@ -195,6 +195,13 @@ MUTATIONS = [
         (f"{GENERATION}::test_texts_end_behind_a_stop_and_are_filled_with_it",),
     ),
     Mutation(
+        "value embeddings of padding are read",
+        "graphattn/nn/blocks/value_embedding.py",
+        "tokens = tokens.masked_fill(~valid, 0)",
+        "pass",
+        (f"{VALUES}::test_padding_of_a_layer_may_have_any_number",),
+    ),
+    Mutation(
         "padding on the left counts as positions of a prompt",
         "graphattn/models/language/generation.py",
         "device=valid.device) - padding",

@@ -466,6 +466,13 @@ MUTATIONS = [
         (f"{TABLES}::test_cells_can_be_masked_and_the_model_trained_further_on_other_rows",),
     ),
     Mutation(
+        "classes of a model that is trained further are numbered anew",
+        "graphattn/train/runs/setup.py",
+        "        config, corpus = _numbered(config, corpus)",
+        "        pass",
+        (f"{TABLES}::test_images_of_some_classes_keep_the_numbers_that_a_saved_model_gave_them",),
+    ),
+    Mutation(
         "classes of other data are numbered anew",
         "graphattn/train/runs/setup.py",
         'classes=config.objective_options.get("classes"),',
