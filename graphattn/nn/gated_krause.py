@@ -182,6 +182,9 @@ class GatedKrauseAttention(Configured, nn.Module):
         mixed: Tensor = self.gate(standard, krause)
         return mixed
 
+    def extra_repr(self) -> str:
+        return "" if self.krause_window is None else f"krause_window={self.krause_window}"
+
     # Generation, token by token.
 
     @explained

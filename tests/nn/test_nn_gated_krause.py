@@ -98,6 +98,17 @@ def test_it_starts_with_a_share_of_four_fifths_for_the_dot_product():
     assert layer.krause.log_sigma.exp().tolist() == pytest.approx([(DIM / HEADS) ** 0.5] * HEADS)
 
 
+def test_it_shows_the_window_and_both_branches():
+    shown = repr(ga.nn.GatedKrauseAttention(16, 4, krause_window=6, top_k=3))
+    for part in (
+        "krause_window=6",
+        "(dot): DotProductAttention(16",
+        "(krause): KrauseAttention(16",
+    ):
+        assert part in shown
+    assert "krause_window" not in repr(ga.nn.GatedKrauseAttention(16, 4))
+
+
 def test_its_parameters_are_those_of_two_layers_and_a_gate():
     layer = ga.nn.GatedKrauseAttention(DIM, HEADS)
     by_arithmetic = 8 * (DIM * DIM + DIM) + HEADS + 2 * (2 * DIM) + 2

@@ -152,6 +152,7 @@ NOT_DEFAULT = {
         "attention_dropout": 0.25,
         "sink": True,
         "softcap": 5.5,
+        "value_embeddings": 11,
     },
     "KrauseAttention": {
         "top_k": 3,
@@ -163,6 +164,7 @@ NOT_DEFAULT = {
         "backend": "reference",
         "attention_dropout": 0.25,
         "sink": True,
+        "value_embeddings": 11,
     },
     "GaussianKernelAttention": {
         "init_sigma": 2.5,
