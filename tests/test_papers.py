@@ -170,3 +170,18 @@ def test_a_control_learns_and_averages() -> None:
     plain = ga.nn.DotProductAttention(8, heads=2).double()
     plain.load_state_dict(small.state_dict())
     torch.testing.assert_close(small(x, graph), 0.1 * plain(x, graph))
+
+
+def test_seeds_give_controls_other_weights() -> None:
+    import graphattn as ga
+
+    controls = script("controls")
+    model = ga.models.CausalLM(9, 8, depth=2, heads=2, window=3)
+    made = [
+        controls.with_mixers(model, seed, kind=controls.SmallGain, window=3) for seed in (0, 1, 0)
+    ]
+    first, second, again = (one.blocks[0].mixer.query_proj.weight for one in made)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, second)
+    assert made[0].windows == [3, 3]
+    assert isinstance(made[0].blocks[1].mixer, controls.SmallGain)

@@ -48,8 +48,11 @@ class CausalConvolution(nn.Module):
         self.convolution.reset_parameters()
 
 
-def with_mixers(model: ga.models.CausalLM, kind: type[nn.Module], window: int | None) -> nn.Module:
+def with_mixers(
+    model: ga.models.CausalLM, seed: int, *, kind: type[nn.Module], window: int | None
+) -> nn.Module:
     """Make a model as `model`, with layers of another class in all of its blocks."""
+    torch.manual_seed(seed)
     config = dict(model.config)
     dim, depth, heads = (config[name] for name in ("dim", "depth", "heads"))
     options = {} if kind is CausalConvolution else {"heads": heads, "rope": True}
@@ -58,5 +61,4 @@ def with_mixers(model: ga.models.CausalLM, kind: type[nn.Module], window: int | 
         "window": window,
         "mixer_options": None,
     }
-    torch.manual_seed(0)  # the weights of every control come from one seed
     return ga.models.CausalLM(**config)

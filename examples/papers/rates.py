@@ -42,14 +42,14 @@ class Arm:
         options: its options.
         window: the window of its attention layers; None for all tokens.
         config: further options of the run.
-        change: makes the model that is trained from the one that `mixer` names.
+        change: makes the model that is trained from the one that `mixer` names, with a seed.
     """
 
     mixer: str
     options: dict[str, Any] = field(default_factory=dict)
     window: int | None = None
     config: dict[str, Any] = field(default_factory=dict)
-    change: Callable[[Any], nn.Module] | None = None
+    change: Callable[[Any, int], nn.Module] | None = None
 
 
 def train(arm: Arm, config: ga.train.RunConfig) -> ga.train.Run:
@@ -57,7 +57,7 @@ def train(arm: Arm, config: ga.train.RunConfig) -> ga.train.Run:
     torch.set_num_threads(1)
     prepared = ga.train.prepare(config)
     if arm.change is not None:
-        prepared = replace(prepared, model=arm.change(prepared.model))
+        prepared = replace(prepared, model=arm.change(prepared.model, config.seed))
     return fit_prepared(prepared)
 
 
