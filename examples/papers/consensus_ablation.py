@@ -1,4 +1,4 @@
-"""Which of window, rank and edge width of consensus matters most?"""
+"""Window, rank and edge width of consensus: the largest gain of the three."""
 
 from __future__ import annotations
 

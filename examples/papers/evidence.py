@@ -55,7 +55,7 @@ class Experiment:
 
 @dataclass
 class Findings:
-    """What was measured.
+    """Results of an experiment.
 
     Attributes:
         numbers: rows with mechanism, setting, mean, spread and seeds.

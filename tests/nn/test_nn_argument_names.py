@@ -281,8 +281,8 @@ MODELS = {
 @pytest.mark.parametrize(
     ("model", "name", "says"),
     [
-        ("CausalLM", "top_k", "'krause': mixer_options={'top_k': ...}"),
-        ("CausalLM", "topk", "'krause': mixer_options={'top_k': ...}"),
+        ("CausalLM", "top_k", "'dot+krause': mixer_options={'top_k': ...}"),
+        ("CausalLM", "topk", "'dot+krause': mixer_options={'top_k': ...}"),
         ("CausalLM", "edge_hidden", "option of 'consensus': mixer_options={'edge_hidden': ...}"),
         ("CausalLM", "attn_dropout", "mixer_options={'attention_dropout': ...}"),
         ("CausalLM", "noise_dim", "it is an argument of SequenceEncoder"),
