@@ -58,7 +58,7 @@ class TableColumn:
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens: of bins or values, and one for a cell that is none of them."""
+        """Return the number of tokens, one more than bins or values: the first is for other cells."""
         return 1 + (len(self.values) if self.edges is None else len(self.edges) + 1)
 
     def place(self, cell: str) -> int:
