@@ -58,7 +58,7 @@ class TableColumn:
 
     @property
     def num_tokens(self) -> int:
-        """Return the number of tokens, one more than bins or values: the first is for other cells."""
+        """Return the number of tokens, one per bin or value and one for every other cell."""
         return 1 + (len(self.values) if self.edges is None else len(self.edges) + 1)
 
     def place(self, cell: str) -> int:
