@@ -40,7 +40,10 @@ EXPERIMENT = Experiment(
     notes="The paper's smallest text model has 54 million parameters and trains for 5,000 steps "
     "of 512 sequences of 1,024 tokens, with diffusion. This one has 0.2 million parameters and "
     "sees 600 batches of 16 windows of 128 characters. Tokens see earlier tokens only: a window "
-    "of 2 means the two tokens before.",
+    "of 2 means the two tokens before. Two things beside the prediction, seen afterwards. MIX "
+    "passes by little: it rises by 96 % of what SA rises (at rate 0.03162 it is 0.3 nats better "
+    "than SA, at 0.1 no longer). SW, which sees three tokens, has the best loss of all, so this "
+    "text at this length does not show what attention to far tokens is good for.",
 )
 
 
