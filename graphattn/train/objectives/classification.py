@@ -184,11 +184,13 @@ class Classification(LikelihoodObjective):
         return logits, truth
 
     def loss(self, model: nn.Module, batch: Batch, generator: Generator | None = None) -> Loss:
-        """Return the smoothed cross-entropy, "accuracy", "nats" without smoothing, and counts.
+        """Return the smoothed cross-entropy, "accuracy", and "nats" without smoothing.
 
-        The counts of :func:`f1_macro` are in ``sums``, too, under the names of :data:`COUNTS`.
+        Outside of training, ``sums`` also has the counts of :func:`f1_macro`, under the names of
+        :data:`COUNTS`. A step of training reads no F1, and would wait for three numbers per class.
         """
-        if getattr(model, "training", False) and "image" in batch:
+        in_training = getattr(model, "training", False)
+        if in_training and "image" in batch:
             batch = self._changed(batch, generator)
         logits, truth = self.guesses(model, batch, generator)
         target = batch.get("target", truth)
@@ -196,7 +198,8 @@ class Classification(LikelihoodObjective):
         with torch.no_grad():
             plain = float(nats(logits, target).sum() if self.label_smoothing else smoothed.sum())
         sums = {"accuracy": num_right(logits, truth), "nats": plain}
-        sums |= counts_of_classes(logits, truth)
+        if not in_training:
+            sums |= counts_of_classes(logits, truth)
         return loss_of(smoothed, len(truth), sums, (logits, truth))
 
     def _changed(self, batch: Batch, generator: Generator | None) -> Batch:
