@@ -75,9 +75,8 @@ def load_corpus(
             files of several kinds; a warning names the files that are left out.
         tokenizer: a tokenizer; "bytes"; "characters", for the characters that occur in the files;
             "iupac", for nucleotides with all their codes; or the path of a file of the `tokenizers`
-            library. "auto" takes bytes for text, and for
-            sequences the tokenizer that fits their letters. For a table, it takes a
-            :class:`TableTokenizer` that is fitted to all rows.
+            library. "auto" takes bytes for text, and for sequences the tokenizer that fits their
+            letters. For a table, it takes a :class:`TableTokenizer` that is fitted to all rows.
         cache: a folder in which the corpus is stored. It is used again as long as the files of
             `path` have the same sizes and modification times. With None, it is a temporary folder,
             which is deleted when the corpus is no longer used.
