@@ -185,3 +185,9 @@ def test_seeds_give_controls_other_weights() -> None:
     assert not torch.equal(first, second)
     assert made[0].windows == [3, 3]
     assert isinstance(made[0].blocks[1].mixer, controls.SmallGain)
+
+
+def test_the_width_of_the_stable_range_follows_the_tolerance() -> None:
+    rows = rows_of({"sa": {1e-3: [1.0], 1e-2: [1.05], 1e-1: [1.5]}})
+    widths = [script("rates").widths_of(rows, tolerance)[0]["mean"] for tolerance in (0.01, 0.1, 1)]
+    assert widths == pytest.approx([0.0, 1.0, 2.0])

@@ -95,7 +95,7 @@ def measure(arguments: Namespace) -> Findings:
         run["alpha_max"], _ = medians(folder, STEP, row["lr"], objective, batches)["running mean"]
         if math.isfinite(run["alpha_max"]):
             pairs.append((run["factor"], run["alpha_max"] / row["lr"]))
-    numbers = [*table_of(rows, list(ARMS)), *widths_of(rows)]
+    numbers = [*table_of(rows, list(ARMS)), *widths_of(rows, tolerance=0.1)]
     for arm in ARMS:
         own = [run["factor"] for run in runs if run["arm"] == arm and "factor" in run]
         if own:

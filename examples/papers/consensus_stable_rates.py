@@ -51,8 +51,8 @@ EXPERIMENT = Experiment(
     notes="The paper says that after five batches 'm is the average gradient', with bias "
     "correction from step 6. We read this as AdamW's own running mean, as "
     "`ga.diagnostics.max_stable_lr` does, and also literally ('plain average' in the table): the "
-    "average is then divided by 1 - 0.9^6 although it needs no correction, so steps are longer "
-    "and alpha_max is smaller.",
+    "averages are then divided by 1 - 0.9^6 and 1 - 0.999^6 although they need no correction, so "
+    "steps are shorter and alpha_max is larger.",
 )
 
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
-from typing import Any
-
-from evidence import Experiment, Findings, Verdict, main
-from rates import SMALL, Arm, config_of, measure_arms
-from sweep_claims import CLAIM, OPTIONS, PREDICTION, TRAINING, flatter, refuted
+from evidence import Experiment
+from rates import SMALL, Arm, config_of
+from sweep_claims import CLAIM, OPTIONS, PREDICTION, TRAINING, refuted, run_sweeps
 
 RATES = (1e-4, 3.162e-4, 1e-3, 3.162e-3, 1e-2, 3.162e-2, 1e-1)
 SEEDS = 3
@@ -47,13 +44,5 @@ EXPERIMENT = Experiment(
 )
 
 
-def judged(rows: list[dict[str, Any]]) -> tuple[Verdict, str]:
-    return flatter(rows, RATES, SEEDS, TOO_LITTLE)
-
-
-def measure(arguments: Namespace) -> Findings:
-    return measure_arms(arguments, ARMS, RATES, SEEDS, SHARED, FILE, judged)
-
-
 if __name__ == "__main__":
-    main(EXPERIMENT, measure)
+    run_sweeps(EXPERIMENT, ARMS, RATES, SEEDS, SHARED, FILE, TOO_LITTLE)

@@ -168,16 +168,19 @@ def table_of(rows: list[dict[str, Any]], arms: Sequence[str]) -> list[dict[str, 
     return numbers
 
 
-def widths_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a row per arm with the width of its stable range in decades, and its interval."""
+def widths_of(rows: list[dict[str, Any]], tolerance: float) -> list[dict[str, Any]]:
+    """Return a row per arm with the width of its stable range in decades, and its interval.
+
+    A rate is stable if its loss is at most `tolerance` (nats) above the best one.
+    """
     named = [{**row, "mixer": row["arm"]} for row in rows]
     numbers = []
-    for summary in ga.train.summarize_sweep(named):
+    for summary in ga.train.summarize_sweep(named, tolerance=tolerance):
         interval = summary.decades_interval
         numbers.append(
             {
                 "mechanism": summary.mixer,
-                "setting": "decades within 0.1 nats of the best (95 % interval)",
+                "setting": f"decades within {tolerance:g} nats of the best (95 % interval)",
                 "mean": summary.decades,
                 "spread": None if interval is None else "{:.2g} to {:.2g}".format(*interval),
                 "seeds": len({row["seed"] for row in named if row["mixer"] == summary.mixer}),
@@ -215,13 +218,17 @@ def measure_arms(
     shared: dict[str, Any],
     file: str,
     judge: Callable[[list[dict[str, Any]]], tuple[Verdict, str]],
+    tolerance: float = 0.1,
 ) -> Findings:
-    """Train all arms at all rates with all seeds; `judge` decides from the rows."""
+    """Train all arms at all rates with all seeds; `judge` decides from the rows.
+
+    `tolerance` is that of :func:`widths_of`.
+    """
     data = str(Path(arguments.data) / file)
     rows = run_arms(arguments, arms, rates, seeds, {**shared, "data": data})
     verdict, why = judge(rows)
     return Findings(
-        numbers=[*table_of(rows, list(arms)), *widths_of(rows)],
+        numbers=[*table_of(rows, list(arms)), *widths_of(rows, tolerance)],
         verdict=verdict,
         why=why,
         runs=kept(rows),

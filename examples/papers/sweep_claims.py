@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from evidence import Verdict
-from rates import SMALL, Arm, best_rate, losses_at, means, rise, spread
+from evidence import Experiment, Verdict, main
+from rates import SMALL, Arm, best_rate, losses_at, means, measure_arms, rise, spread
 
 # Edge networks of 32 hidden units in place of the paper's 256, which take half of the time.
 OPTIONS = {"edge_hidden": 32, "rank": 4}
@@ -89,3 +89,23 @@ def flatter(
     if rises["mix"] >= rises["sa"]:
         parts.append("MIX does not rise less than SA")
     return "not held", f"{why} Refuted, because {', and '.join(parts)}."
+
+
+def run_sweeps(
+    experiment: Experiment,
+    arms: dict[str, Arm],
+    rates: Sequence[float],
+    seeds: int,
+    shared: dict[str, Any],
+    file: str,
+    too_little: float,
+) -> None:
+    """Run an experiment about this claim; a rise of the loss of `too_little` is degradation."""
+
+    def judged(rows: list[dict[str, Any]]) -> tuple[Verdict, str]:
+        return flatter(rows, rates, seeds, too_little)
+
+    main(
+        experiment,
+        lambda given: measure_arms(given, arms, rates, seeds, shared, file, judged, too_little),
+    )
