@@ -193,7 +193,7 @@ MUTATIONS = [
     Mutation(
         "validation images are mixed",
         "graphattn/train/objectives/classification.py",
-        'getattr(model, "training", False) and "image" in batch',
+        'in_training and "image" in batch',
         '"image" in batch',
         (f"{MIXING}::test_an_evaluation_sees_the_images_as_they_are",),
     ),
