@@ -524,7 +524,8 @@ def test_the_width_of_the_range_has_an_interval_over_seeds():
     (summary,) = summarize_sweep(rows)
     widths = [2.0, 1.0, 1.0]  # decades
     half = 4.302653 * statistics.stdev(widths) / math.sqrt(3)  # Student's t, two degrees of freedom
-    expected = (statistics.fmean(widths) - half, statistics.fmean(widths) + half)
+    assert half > statistics.fmean(widths)  # a width is not negative
+    expected = (0.0, statistics.fmean(widths) + half)
     assert summary.stable is not None
     assert summary.decades == pytest.approx(math.log10(summary.stable[1] / summary.stable[0]))
     assert summary.decades_interval == pytest.approx(expected, rel=1e-6)
@@ -533,6 +534,8 @@ def test_the_width_of_the_range_has_an_interval_over_seeds():
     (summary,) = summarize_sweep([*rows, waiting])
     assert summary.decades_interval == pytest.approx(expected, rel=1e-6)
     assert summarize_sweep(rows[:4])[0].decades_interval is None
+    equal = [row | {"seed": seed} for row in rows[:4] for seed in (0, 1)]
+    assert summarize_sweep(equal)[0].decades_interval == pytest.approx((2.0, 2.0))
     # Neither does one with fewer rates; and there is no width if nothing was finished.
     fewer = row_of("mix", 1e-4, 1.0) | {"seed": 3}
     assert summarize_sweep([*rows, fewer])[0].decades_interval == pytest.approx(expected, rel=1e-6)

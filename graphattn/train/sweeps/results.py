@@ -69,7 +69,7 @@ class MixerSummary:
         decades: width of that range, log10(highest / lowest rate). It is as coarse as the rates of
             the sweep, and a lower bound if the range ends at the lowest or highest of them.
         decades_interval: confidence interval (95 %, Student's t) of the mean width over seeds, each
-            with the range of its own losses; None for a single seed.
+            with the range of its own losses, cut at 0; None for a single seed.
         trials, diverged, failed, open: number of trials, and of those that diverged, failed, or
             have not ended (open).
 
@@ -206,14 +206,14 @@ def _widths(rows: list[Row], rise: float, is_share: bool) -> list[float]:
 
 
 def _interval(values: list[float]) -> tuple[float, float] | None:
-    """Return the 95 % confidence interval of the mean, by Student's t."""
+    """Return the 95 % confidence interval of the mean, by Student's t, cut at 0."""
     if len(values) < 2:
         return None
     from scipy.stats import t
 
     mean, error = statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values))
     half = float(t.ppf(0.975, len(values) - 1)) * error
-    return mean - half, mean + half
+    return max(mean - half, 0.0), mean + half
 
 
 def _around(best: float, rates: list[float], stable: set[float]) -> tuple[float, float]:
