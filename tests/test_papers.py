@@ -191,3 +191,84 @@ def test_the_width_of_the_stable_range_follows_the_tolerance() -> None:
     rows = rows_of({"sa": {1e-3: [1.0], 1e-2: [1.05], 1e-1: [1.5]}})
     widths = [script("rates").widths_of(rows, tolerance)[0]["mean"] for tolerance in (0.01, 0.1, 1)]
     assert widths == pytest.approx([0.0, 1.0, 2.0])
+
+
+def test_losses_are_compared_after_equal_time() -> None:
+    rates = script("rates")
+    row = {"lr": 1.0, "status": "finished", "loss": 1.0, "step": 100}
+    rows = [
+        {**row, "arm": "slow", "seconds": 200.0, "curve": [(50, 3.0), (100, 1.0)]},
+        {**row, "arm": "fast", "seconds": 150.0, "curve": [(50, 2.0), (100, 1.5)], "loss": 1.5},
+    ]
+    assert rates.in_equal_time(rows, "slow", "fast", 1.0) == pytest.approx((2.0, 1.5))
+    rows[0]["loss"] = None
+    assert rates.in_equal_time(rows, "slow", "fast", 1.0)[0] == float("inf")
+
+
+@pytest.mark.parametrize(("loss", "verdict"), [(1.95, "held"), (1.995, "not held")])
+def test_a_learned_graph_is_better_in_steps_and_in_time(loss: float, verdict: str) -> None:
+    learned = script("learned_graphs")
+    rows = [
+        {"arm": arm, "lr": learned.LR, "seed": seed, "status": "finished", "step": 600,
+         "loss": 2.0, "seconds": 60.0, "curve": [(300, 3.0), (600, 2.0)]}
+        for arm in learned.ARMS for seed in range(learned.SEEDS)
+    ]  # fmt: skip
+    assert learned.judged(rows)[0] == "not held"
+    for row in rows:
+        if row["arm"] == "neighbours":
+            row |= {"loss": loss, "curve": [(300, 3.0), (600, loss)]}
+    assert learned.judged(rows)[0] == verdict
+    for row in rows:
+        if row["arm"] == "neighbours":
+            row["seconds"] = 120.0  # and after 60 seconds it is at 3 nats
+    assert learned.judged(rows)[0] == "not held"
+    assert learned.judged(rows[1:])[0] == "open"
+
+
+def test_learned_graphs_stay_in_their_sequence() -> None:
+    learned = script("learned_graphs")
+    torch.manual_seed(0)
+    x = torch.randn(3, 20, 8, dtype=torch.float64)
+    for kind, options in (
+        (learned.Neighbours, {"window": 1}),
+        (learned.ScoredWindow, {"window": 4}),
+    ):
+        layer = kind(8, heads=2, rope=True, edge_hidden=4, rank=2, k=2, **options).double()
+        alone = torch.cat([layer(one[None], None) for one in x])
+        torch.testing.assert_close(layer(x, None), alone)
+
+
+def test_time_loss_and_seeds_decide_about_structures() -> None:
+    speed = script("structure_speed")
+
+    def run(arm: str, seed: int, loss: float, seconds: float) -> dict[str, Any]:
+        curve = [[0, 0.0, 2.0], [speed.STEPS, seconds, loss]]
+        return {"arm": arm, "seed": seed, "loss": loss, "seconds": seconds, "curve": curve}
+
+    def runs(pyg: float, seconds: float, pairs: float) -> list[dict[str, Any]]:
+        return [
+            one
+            for seed in range(speed.SEEDS)
+            for one in (
+                run("nearest", seed, 1.0, 10.0),
+                run("PyG, nearest", seed, pyg, seconds),
+                run("all pairs", seed, pairs, 100.0),
+            )
+        ]
+
+    assert speed.judged(runs(1.01, 15.0, 0.9))[0] == "held"
+    assert speed.judged(runs(1.05, 15.0, 0.9))[0] == "not held"  # another loss
+    assert speed.judged(runs(1.01, 12.0, 0.9))[0] == "not held"  # too little time saved
+    assert speed.judged(runs(1.01, 15.0, -9.0))[0] == "not held"  # 0.9 after 10 seconds
+    assert speed.judged(runs(1.01, 15.0, 0.9)[1:])[0] == "open"
+
+
+def test_a_run_that_has_ended_is_not_repeated(tmp_path: Path) -> None:
+    from argparse import Namespace
+
+    evidence, path = script("evidence"), tmp_path / "runs" / "one.json"
+    whole, partial = Namespace(partial=False), Namespace(partial=True)
+    assert evidence.once(partial, path, lambda: {"loss": 1.0}) is None
+    assert evidence.once(whole, path, lambda: {"loss": 1.0}) == {"loss": 1.0}
+    for arguments in (whole, partial):
+        assert evidence.once(arguments, path, lambda: {"loss": 2.0}) == {"loss": 1.0}

@@ -105,6 +105,26 @@ def main(experiment: Experiment, measure: Measure, given: Sequence[str] | None =
     write(experiment, measure(arguments), folder)
 
 
+def once(
+    arguments: argparse.Namespace, path: Path, run: Callable[[], dict[str, Any]]
+) -> dict[str, Any] | None:
+    """Return the results of a run: from their file if it has ended, else run it.
+
+    With --partial, a run that has not ended is left out (None).
+    """
+    if path.is_file():
+        known: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return known
+    if arguments.partial:
+        return None
+    found = run()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    begun = path.with_suffix(".begun")
+    begun.write_text(json.dumps(found), encoding="utf-8")
+    begun.replace(path)  # so that a file which is there is whole
+    return found
+
+
 def check_plan(experiment: Experiment, record: dict[str, Any]) -> None:
     """Raise an error if the prediction is not the one that was written down before."""
     for name in ("claim", "prediction", "refuted_if"):

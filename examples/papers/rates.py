@@ -6,6 +6,7 @@ thread per run.
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from argparse import Namespace
@@ -15,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from evidence import Findings, Verdict
 from torch import nn
@@ -92,7 +94,19 @@ def run_arms(
                 train=partial(train, arm),
                 tell=partial(tell, name),
             )
-    return [{"arm": name, **row} for name in rows for row in rows[name]]
+    return [
+        {"arm": name, "curve": curve_of(Path(arguments.work) / name / row["folder"]), **row}
+        for name in rows
+        for row in rows[name]
+    ]
+
+
+def curve_of(folder: Path) -> list[tuple[int, float]]:
+    """Return steps and validation losses of a run, from its log."""
+    log = folder / "log.jsonl"
+    lines = log.read_text(encoding="utf-8").splitlines() if log.is_file() else []
+    points = (json.loads(line) for line in lines)
+    return [(one["step"], one["loss"]) for one in points if one["split"] == "validation"]
 
 
 def tell(arm: str, row: dict[str, Any]) -> None:
@@ -107,6 +121,36 @@ def kept(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 ENDED = ("finished", "diverged")
+
+
+def losses_in_time(rows: list[dict[str, Any]], arm: str, lr: float, seconds: float) -> list[float]:
+    """Return the validation losses of an arm's runs after some seconds, one per seed.
+
+    All steps of a run count as equally long. Between two evaluations the loss is on a straight
+    line; a run that ended earlier has its last loss, and one that diverged an infinite one.
+    """
+    found = []
+    for row in rows:
+        if (row["arm"], row["lr"]) == (arm, lr) and row["status"] in ENDED:
+            steps, losses = zip(*row["curve"], strict=True) if row["curve"] else ([0], [math.inf])
+            reached = row["step"] * seconds / row["seconds"]
+            diverged = row["loss"] is None
+            found.append(math.inf if diverged else float(np.interp(reached, steps, losses)))
+    return found
+
+
+def in_equal_time(
+    rows: list[dict[str, Any]], arm: str, other: str, lr: float
+) -> tuple[float, float]:
+    """Return the mean losses of two arms after the time that the faster of them took in all."""
+    times = [
+        statistics.fmean(row["seconds"] for row in rows if (row["arm"], row["lr"]) == (name, lr))
+        for name in (arm, other)
+    ]
+    first, second = (
+        statistics.fmean(losses_in_time(rows, name, lr, min(times))) for name in (arm, other)
+    )
+    return first, second
 
 
 def cpu_hours(rows: list[dict[str, Any]]) -> float:

@@ -200,6 +200,19 @@ def test_nan_in_features_of_padding_reaches_no_gradient() -> None:
     assert layer(x, graph, valid=valid, edge_bias=module(spoilt))[0, 0].isnan().all()
 
 
+def test_features_without_gaps_are_not_copied(monkeypatch) -> None:
+    module, features = ga.nn.EdgeProjection(4, 2), torch.randn(6, 4)
+    large = features.abs() * 6e37  # finite, but their sum is not
+    gap = features.clone()
+    gap[1] = torch.nan
+    expected = module(gap)[[0, 2, 3, 4, 5]]
+    assert torch.equal(module(large), module.projection(large))
+    monkeypatch.setattr(torch.Tensor, "masked_fill", None)
+    assert torch.equal(module(features)[[0, 2, 3, 4, 5]], expected)
+    with pytest.raises(TypeError):
+        module(gap)
+
+
 MODULES = {
     "distance": lambda: ga.nn.DistanceBias(3, num_radial=5, cutoff=8.5),
     "distance from zero": lambda: ga.nn.DistanceBias(3, zero_init=True),

@@ -16,6 +16,7 @@ from graphattn.graphs.arguments import as_float, as_int
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.nn.edges.offsets import unlike_a_table
 from graphattn.nn.files.config import Configured
+from graphattn.ops.backends import has_values
 from graphattn.ops.inputs import compute_dtype, full_precision
 
 
@@ -250,9 +251,13 @@ class EdgeProjection(Configured, nn.Module):
                 f"edge_attr must have the module's dtype {dtype}, got {edge_attr.dtype}: convert "
                 f"one of them, for instance by edge_attr.to({dtype})"
             )
+        bias: Tensor
+        if has_values(edge_attr) and math.isfinite(edge_attr.detach().sum()):
+            bias = self.projection(edge_attr)
+            return bias
         # 0 * NaN is NaN, so features of an edge without effect must not reach the gradient.
         missing = ~edge_attr.isfinite().all(-1, keepdim=True)
-        bias: Tensor = self.projection(edge_attr.masked_fill(missing, 0))
+        bias = self.projection(edge_attr.masked_fill(missing, 0))
         return bias.masked_fill(missing, torch.nan)
 
     def __repr__(self) -> str:
