@@ -30,7 +30,7 @@ extensions = [
     "myst_parser",
 ]
 exclude_patterns = ["_build", "_figures"]
-myst_enable_extensions = ["amsmath", "deflist", "dollarmath"]
+myst_enable_extensions = ["amsmath", "deflist", "dollarmath", "html_image"]
 myst_heading_anchors = 3
 
 html_theme = "furo"

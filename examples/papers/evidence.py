@@ -169,10 +169,12 @@ def index(folder: Path) -> str:
     hours = sum(record["cpu_hours"] for record in records)
     rows = []
     for record in records:
-        verdict = record["verdict"]
+        name, verdict = record["name"], record["verdict"]
         if verdict == "open":
             verdict = "begun" if record["numbers"] else "planned"
-        rows.append(f"| [{record['title']}]({record['name']}.md) | {verdict} | {record['why']} |")
+        figure = f'<img src="{name}.svg" alt="its figure" height="40">'
+        drawn = (folder / f"{name}.svg").is_file()
+        rows.append(f"| [{record['title']}]({name}.md) | {verdict} | {figure if drawn else ''} |")
     names = "\n".join(record["name"] for record in records)
     return INDEX.format(rows="\n".join(rows), hours=f"{hours:.1f}", names=names)
 
@@ -185,7 +187,7 @@ the scale of a laptop. Each experiment has a prediction, and says what would ref
 the history of the project before the first number. A claim that does not hold at this scale may
 hold at that of the paper.
 
-| experiment | result | numbers |
+| experiment | result | figure |
 |---|---|---|
 {rows}
 
