@@ -148,6 +148,11 @@ def test_numbers_need_a_prediction_first_and_a_plan_erases_none(tmp_path, capsys
     assert (tmp_path / "try_it.svg").read_bytes() == figure  # no date, no random names
     with pytest.raises(SystemExit, match="contains numbers, which a plan would erase"):
         evidence.main(experiment, lambda _: found, [*options, "--plan"])
+    noted = dataclasses.replace(experiment, notes="Seen afterwards.")
+    evidence.main(noted, lambda _: pytest.fail("measured again"), [*options, "--page"])
+    changed = (tmp_path / "try_it.md").read_text(encoding="utf-8")
+    assert "Seen afterwards." in changed
+    assert changed.startswith(page[: page.index("## ")])
     capsys.readouterr()
 
 

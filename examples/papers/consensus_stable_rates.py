@@ -52,7 +52,12 @@ EXPERIMENT = Experiment(
     "correction from step 6. We read this as AdamW's own running mean, as "
     "`ga.diagnostics.max_stable_lr` does, and also literally ('plain average' in the table): the "
     "averages are then divided by 1 - 0.9^6 and 1 - 0.999^6 although they need no correction, so "
-    "steps are shorter and alpha_max is larger.",
+    "steps are shorter and alpha_max is larger. Seen afterwards: of the 20 degraded runs, 9 are "
+    "below the best rate of their mechanism, where training is slow, not unstable, and none of "
+    "these has a median below its rate. Of the 11 above the best rate, 4 have. The share of stable "
+    "steps is the better sign. At rates 0.03162 and 0.1, it is 52 to 60 % for SA, 72 and 84 % for "
+    "MIX, 52 and 68 % for SW, and 100 % for SC, whose median is the largest of the four at the "
+    "three highest rates, and at least three times the rate at all of them.",
 )
 
 

@@ -89,19 +89,24 @@ def main(experiment: Experiment, measure: Measure, given: Sequence[str] | None =
     parser.add_argument("--work", default=f"runs/{experiment.name}", help="folder of the runs")
     parser.add_argument("--processes", type=int, default=1, help="runs at the same time")
     parser.add_argument("--partial", action="store_true", help="report the runs that are there")
+    parser.add_argument("--page", action="store_true", help="write title and notes of the script")
     parser.add_argument("--results", default=os.fspath(RESULTS), help="folder of the record")
     arguments = parser.parse_args(given)
     folder = Path(arguments.results)
     folder.mkdir(parents=True, exist_ok=True)
     planned = folder / f"{experiment.name}.json"
+    record = json.loads(planned.read_text(encoding="utf-8")) if planned.is_file() else None
     if arguments.plan:
-        if planned.is_file() and json.loads(planned.read_text(encoding="utf-8"))["numbers"]:
+        if record is not None and record["numbers"]:
             raise SystemExit(f"{planned} contains numbers, which a plan would erase")
         write(experiment, Findings([], "open", "not measured yet"), folder)
         return
-    if not planned.is_file():
+    if record is None:
         raise SystemExit(f"{planned} is missing: write and commit the prediction first (--plan)")
-    check_plan(experiment, json.loads(planned.read_text(encoding="utf-8")))
+    check_plan(experiment, record)
+    if arguments.page:
+        save({**record, "title": experiment.title, "notes": experiment.notes}, folder)
+        return
     write(experiment, measure(arguments), folder)
 
 
@@ -136,7 +141,7 @@ def check_plan(experiment: Experiment, record: dict[str, Any]) -> None:
 
 
 def write(experiment: Experiment, found: Findings, folder: Path) -> None:
-    """Write NAME.json, NAME.md and, if there are numbers, NAME.svg."""
+    """Write NAME.json, NAME.md and, if there are numbers, NAME.svg, and the page of all."""
     facts = provenance(torch.device("cpu"), "")
     record = {
         **asdict(experiment),
@@ -151,14 +156,19 @@ def write(experiment: Experiment, found: Findings, folder: Path) -> None:
         "commit": facts["commit"],
         "runs": found.runs,
     }
-    path = folder / f"{experiment.name}.json"
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    figure = folder / f"{experiment.name}.svg"
     if found.draw is not None:
-        draw(found.draw, figure)
-    (folder / f"{experiment.name}.md").write_text(page(record, figure.is_file()), encoding="utf-8")
+        draw(found.draw, folder / f"{experiment.name}.svg")
+    save(record, folder)
+
+
+def save(record: dict[str, Any], folder: Path) -> None:
+    """Write a record, its page, and the page of all records."""
+    name = record["name"]
+    (folder / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    has_figure = (folder / f"{name}.svg").is_file()
+    (folder / f"{name}.md").write_text(page(record, has_figure), encoding="utf-8")
     (folder / "index.md").write_text(index(folder), encoding="utf-8")
-    print(f"{experiment.name}: {found.verdict}. {found.why}")
+    print(f"{name}: {record['verdict']}. {record['why']}")
 
 
 def index(folder: Path) -> str:
