@@ -13,7 +13,9 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS, RESULTS = ROOT / "examples" / "papers", ROOT / "docs" / "results"
-NAMES = sorted(path.stem for path in SCRIPTS.glob("*_*.py") if path.stem != "sweep_claims")
+NAMES = sorted(
+    path.stem for path in SCRIPTS.glob("*.py") if "\nEXPERIMENT = " in path.read_text("utf-8")
+)
 
 
 @pytest.fixture(autouse=True)

@@ -23,6 +23,7 @@ from torch import nn
 
 import graphattn as ga
 from graphattn.train.engine import fit_prepared
+from graphattn.train.runs.checkpoints import checkpoint_path, load_weights
 
 # Experiments about learning rates take the paper's AdamW: weight decay 0.01, gradients clipped to
 # norm 1, float32. It names neither warm-up nor decay, so there is none.
@@ -42,14 +43,15 @@ class Arm:
     Attributes:
         mixer: the name of the mixer.
         options: its options.
-        window: the window of its attention layers; None for all tokens.
+        window: the window of its attention layers, or a list of a short and a long one for a
+            pattern; None for all tokens.
         config: further options of the run.
         change: makes the model that is trained from the one that `mixer` names, with a seed.
     """
 
     mixer: str
     options: dict[str, Any] = field(default_factory=dict)
-    window: int | None = None
+    window: int | Sequence[int] | None = None
     config: dict[str, Any] = field(default_factory=dict)
     change: Callable[[Any, int], nn.Module] | None = None
 
@@ -57,10 +59,32 @@ class Arm:
 def train(arm: Arm, config: ga.train.RunConfig) -> ga.train.Run:
     """Train one run with one thread, so that runs side by side do not disturb each other."""
     torch.set_num_threads(1)
+    return fit_prepared(prepared_as(arm, config))
+
+
+def prepared_as(arm: Arm, config: ga.train.RunConfig) -> ga.train.Prepared:
+    """Prepare a run, with the model of the arm."""
     prepared = ga.train.prepare(config)
-    if arm.change is not None:
-        prepared = replace(prepared, model=arm.change(prepared.model, config.seed))
-    return fit_prepared(prepared)
+    if arm.change is None:
+        return prepared
+    return replace(prepared, model=arm.change(prepared.model, config.seed))
+
+
+def run_at(arm: Arm, folder: Path, step: int) -> ga.train.Prepared:
+    """Prepare the run in a folder again, with the weights that its model had at a step."""
+    prepared = prepared_as(arm, ga.train.read_run(folder).config)
+    load_weights(prepared.model, checkpoint_path(folder, step) / "model.safetensors")
+    return prepared
+
+
+def config_for(arm: Arm, shared: dict[str, Any], folder: Path) -> ga.train.RunConfig:
+    """Return the options of all runs of an arm."""
+    return ga.train.RunConfig(
+        **{**PAPERS_OPTIMIZER, **shared, **arm.config},
+        window=arm.window,
+        mixer_options=arm.options,
+        out=str(folder),
+    )
 
 
 def run_arms(
@@ -79,14 +103,8 @@ def run_arms(
                 if folder.is_dir():
                     rows[name] = ga.train.read_sweep(folder)
                 continue
-            config = ga.train.RunConfig(
-                **{**PAPERS_OPTIMIZER, **shared, **arm.config},
-                window=arm.window,
-                mixer_options=arm.options,
-                out=str(folder),
-            )
             rows[name] = ga.train.run_sweep(
-                config,
+                config_for(arm, shared, folder),
                 mixers=[arm.mixer],
                 lrs=list(rates),
                 seeds=count,

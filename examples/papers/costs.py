@@ -1,0 +1,136 @@
+"""Costs of a training step of every arm, and losses at equal cost.
+
+The cost is CPU time of one thread. It is measured in turns, a step of every arm after the other,
+so that all arms meet the same load of the machine; the least time of an arm is its cost.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+from evidence import once
+from rates import Arm, config_for, prepared_as, spread
+from torch.nn.utils import clip_grad_norm_
+
+import graphattn as ga
+
+ROUNDS = 15
+
+
+def seconds_per_step(
+    arguments: Namespace, arms: dict[str, Arm], shared: dict[str, Any]
+) -> dict[str, float]:
+    """Return the CPU seconds of a training step of every arm, measured once per folder of runs."""
+
+    def measure() -> dict[str, float]:
+        torch.set_num_threads(1)
+        folder = Path(arguments.work)
+        steps = {name: _step(arm, config_for(arm, shared, folder)) for name, arm in arms.items()}
+        least = dict.fromkeys(arms, math.inf)
+        for _ in range(ROUNDS):
+            for name, step in steps.items():
+                start = time.process_time()
+                step()
+                least[name] = min(least[name], time.process_time() - start)
+        return least
+
+    always = Namespace(partial=False)  # it takes seconds
+    return once(always, Path(arguments.work) / "costs.json", measure) or {}
+
+
+def _step(arm: Arm, config: ga.train.RunConfig) -> Callable[[], None]:
+    """Return a function that makes one step of training, with a full batch."""
+    prepared = prepared_as(arm, config.replace(mixer=arm.mixer))
+    model, objective = prepared.model.train(), prepared.objective
+    count = config.batch_tokens // int(prepared.train.lengths.max())
+    batch = objective.collate(prepared.train.__getitems__(range(count)))
+    groups = ga.train.parameter_groups(model, weight_decay=config.weight_decay)
+    optimizer = torch.optim.AdamW(groups, lr=1e-4)
+
+    def step() -> None:
+        loss = objective.loss(model, batch)
+        (loss.total / loss.count).backward()
+        clip_grad_norm_(model.parameters(), config.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def loss_after(row: dict[str, Any], steps: float) -> float:
+    """Return the validation loss of a run after so many steps, on lines between evaluations."""
+    if row["status"] != "finished":
+        return math.inf
+    evaluated, losses = zip(*row["curve"], strict=True)
+    return float(numpy.interp(steps, evaluated, losses))
+
+
+class Pair(NamedTuple):
+    """Mean losses of two arms after the same CPU time, each at its best rate.
+
+    `deviation` is the larger of the two standard deviations over seeds.
+    """
+
+    loss: float
+    other: float
+    deviation: float
+
+
+def at_equal_cost(
+    rows: list[dict[str, Any]], costs: dict[str, float], arm: str, other: str, steps: int
+) -> Pair:
+    """Compare two arms after the time in which the cheaper one makes all of its steps."""
+    end = steps * min(costs[arm], costs[other])
+    means, deviations = [], []
+    for name in (arm, other):
+        by_rate: dict[float, list[float]] = {}
+        for row in rows:
+            if row["arm"] == name:
+                by_rate.setdefault(row["lr"], []).append(loss_after(row, end / costs[name]))
+        best = min(by_rate.values(), key=statistics.fmean)
+        means.append(statistics.fmean(best))
+        deviations.append(spread(best) or 0.0)
+    return Pair(means[0], means[1], max(deviations))
+
+
+def over_time(rows: list[dict[str, Any]], costs: dict[str, float], ax: Any) -> None:
+    """Draw the validation loss of every arm over CPU time, for the rate that ends best."""
+    for number, (arm, seconds) in enumerate(costs.items()):
+        by_rate: dict[float, list[dict[str, Any]]] = {}
+        for row in rows:
+            if row["arm"] == arm:
+                by_rate.setdefault(row["lr"], []).append(row)
+        if not by_rate:
+            continue
+        best = min(
+            by_rate.values(),
+            key=lambda own: statistics.fmean(loss_after(row, math.inf) for row in own),
+        )
+        for place, row in enumerate(row for row in best if row["curve"]):
+            steps, losses = zip(*row["curve"], strict=True)
+            times = [step * seconds for step in steps]
+            ax.plot(times, losses, color=f"C{number}", label=None if place else arm)
+    ax.set(xlabel="CPU time (seconds)", ylabel="validation loss (nats)")
+    ax.legend()
+
+
+def rows_of_costs(costs: dict[str, float]) -> list[dict[str, Any]]:
+    """Return the lines of the table that say what a step costs."""
+    return [
+        {
+            "mechanism": arm,
+            "setting": "CPU milliseconds of a step",
+            "mean": 1000 * seconds,
+            "spread": None,
+            "seeds": 1,
+        }
+        for arm, seconds in costs.items()
+    ]
