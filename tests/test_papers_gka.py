@@ -1,11 +1,13 @@
 """Experiments about Gaussian kernel attention and hybrids: their judgements and their numbers."""
 
 import importlib
+from argparse import Namespace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "examples" / "papers"
 
@@ -17,6 +19,94 @@ def _scripts_are_importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def script(name: str) -> ModuleType:
     return importlib.import_module(name)
+
+
+def tests_of(**accuracies: float) -> list[dict[str, Any]]:
+    """Tests of image models, of three seeds: one accuracy for each arm on both data sets."""
+    vision = script("gka_vision")
+    return [
+        {"arm": arm, "data": name, "seed": seed, "accuracy": accuracy, "images": 1000}
+        for arm, accuracy in accuracies.items()
+        for name in vision.DATA
+        for seed in range(vision.SEEDS)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "verdict"),
+    [
+        # At 90 % of 1,000 images, twice, two sampling errors are 1.34 points.
+        ({"gka": 0.885, "vlt": 0.90, "krause": 0.91}, "held"),
+        ({"gka": 0.88, "vlt": 0.90, "krause": 0.91}, "inconclusive"),  # 2 points, 1.57 allowed
+        ({"gka": 0.87, "vlt": 0.90, "krause": 0.91}, "not held"),  # 3 points
+        ({"gka": 0.90, "vlt": 0.89, "krause": 0.90}, "inconclusive"),
+        ({"gka": 0.90, "vlt": 0.90, "krause": 0.88}, "not held"),
+        ({"gka": 0.90, "vlt": 0.90}, "open"),
+        ({"dot": 0.8, "gka": 0.8, "vlt": 0.8, "krause": 0.8}, "inconclusive"),  # none has learned
+    ],
+)
+def test_image_models_are_judged_as_the_prediction_says(accuracies, verdict) -> None:
+    vision = script("gka_vision")
+    assert vision.judged(tests_of(**{"dot": 0.9, **accuracies}))[0] == verdict
+
+
+def test_a_seed_without_one_of_the_data_sets_has_no_score() -> None:
+    vision = script("gka_vision")
+    tests = tests_of(dot=0.9)
+    assert vision.scores(tests, "dot") == pytest.approx([90.0] * vision.SEEDS)
+    tests[0]["accuracy"] = 0.8  # of the first seed, on one of the two
+    assert vision.scores(tests, "dot") == pytest.approx([85.0, 90.0, 90.0])
+    assert vision.scores(tests[1:], "dot") == pytest.approx([90.0, 90.0])
+
+
+def test_digits_are_written_as_they_are(tmp_path) -> None:
+    import graphattn as ga
+
+    path = script("images").write_digits(tmp_path)
+    from sklearn.datasets import load_digits
+
+    images = ga.data.read_idx(path)
+    assert torch.equal((images / 255 * 16).round(), torch.tensor(load_digits().images).float())
+    corpus = ga.data.load_corpus(path)
+    assert [corpus[i]["label"] for i in (0, 5, 1796)] == load_digits().target[[0, 5, 1796]].tolist()
+
+
+def test_values_are_projected_and_nothing_else() -> None:
+    import graphattn as ga
+
+    torch.manual_seed(0)
+    graph, x = ga.complete_graph(5), torch.randn(2, 5, 8, dtype=torch.float64)
+    layer = script("controls").GaussianWithValues(8, heads=2).double()
+    features = x.view(2, 5, 2, 4)
+    distance = (features[:, :, None] - features[:, None]).square().sum(-1)
+    weights = (-distance / (2 * layer.log_sigma.exp() ** 2)).softmax(2)
+    value = layer.value_proj(x).view(2, 5, 2, 4)
+    expected = torch.einsum("bijh,bjhd->bihd", weights, value).flatten(2)
+    torch.testing.assert_close(layer(x, graph), layer.output_proj(expected))
+
+
+def test_the_weights_of_the_last_step_come_back(tmp_path, monkeypatch) -> None:
+    import graphattn as ga
+
+    images, rates, costs = script("images"), script("rates"), script("costs")
+    monkeypatch.setitem(images.DATA, "digits", {**images.DATA["digits"], "steps": 2})
+    data = str(images.write_digits(tmp_path / "data"))
+    shared = {**images.shared_of("digits"), "data": data, "evaluate_every": 1, "save_every": 1}
+    arms = {"gka with values": images.arms_of("digits")["gka with values"]}
+    given = Namespace(work=str(tmp_path), partial=False, processes=1)
+    (row,) = rates.run_arms(given, arms, [1e-3], 1, shared)
+    folder = tmp_path / row["arm"] / row["folder"]
+    prepared = rates.run_at(arms[row["arm"]], folder, 2)
+    report = ga.train.evaluate_model(prepared.model, prepared.objective, prepared.validation)
+    assert report["loss"] == pytest.approx(row["loss"], rel=1e-5)  # that of the log, at step 2
+    before = rates.prepared_as(arms[row["arm"]], prepared.config).model
+    pairs = zip(before.parameters(), prepared.model.parameters(), strict=True)
+    assert all(not torch.equal(a, b) for a, b in pairs if b.requires_grad and b.numel() > 1)
+    monkeypatch.setattr(costs, "ROUNDS", 2)
+    (seconds,) = costs.seconds_per_step(given, arms, shared).values()
+    assert 0 < seconds < 60
+    monkeypatch.setattr(costs, "ROUNDS", 0)  # a second measurement would find infinity
+    assert costs.seconds_per_step(given, arms, shared) == {"gka with values": seconds}
 
 
 def curves_of(losses: dict[str, dict[float, list[list[float]]]]) -> list[dict[str, Any]]:

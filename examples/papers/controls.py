@@ -48,6 +48,26 @@ class CausalConvolution(nn.Module):
         self.convolution.reset_parameters()
 
 
+class GaussianWithValues(ga.nn.GaussianKernelAttention):
+    """Gaussian kernel attention whose values are projected; queries and keys are not."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.value_proj = nn.Linear(self.dim, self.dim)
+
+    def project(self, x: Tensor, context: Tensor, rotations: Any) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, _ = super().project(x, context, rotations)
+        return query, key, self.split(self.value_proj(context), self.heads)
+
+
+def with_projected_values(model: Any, seed: int) -> nn.Module:
+    """Give the layers of Gaussian kernel attention of a model projections of the values."""
+    torch.manual_seed(seed)
+    for block in model.blocks:
+        block.mixer = GaussianWithValues(block.mixer.dim, heads=block.mixer.heads)
+    return model
+
+
 def with_mixers(
     model: ga.models.CausalLM, seed: int, *, kind: type[nn.Module], window: int | None
 ) -> nn.Module:
