@@ -136,3 +136,44 @@ def test_losses_are_compared_after_equal_time() -> None:
     assert same.other == pytest.approx(2.0)
     assert costs.loss_after(rows[0], 150) == pytest.approx(4.5)
     assert costs.loss_after({**rows[0], "status": "diverged"}, 150) == float("inf")
+
+
+def test_figures_become_numbers() -> None:
+    import graphattn as ga
+
+    figures = script("gka_figures")
+    images = torch.rand(2, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    assert figures.ink(torch.ones(2, 16), images, 2) == pytest.approx(1)
+    assert figures.ink(torch.zeros(2, 16), images, 2) == pytest.approx(1)
+    brightness = images.view(2, 4, 2, 4, 2).mean((2, 4)).flatten(1)
+    at_one = torch.nn.functional.one_hot(brightness.argmax(1), 16).float()
+    expected = (brightness.amax(1) / brightness.mean(1)).mean()
+    assert figures.ink(3 * at_one, images, 2) == pytest.approx(float(expected), rel=1e-5)
+    torch.manual_seed(0)
+    model = ga.models.VisionTransformer.from_preset("digits", mixer="gka")
+    with torch.no_grad():
+        for block, own in zip(model.blocks, [(1e-3, 1e-3), (9, 9), (1e4, 2e4)], strict=True):
+            block.mixer.log_sigma.copy_(torch.tensor([*own, *own]).log())
+    found = figures.numbers_of(model, images, 2)
+    assert found[figures.FIRST] == pytest.approx(1, abs=1e-3)  # narrow: the identity
+    assert found[figures.LAST] == pytest.approx(1 / 17, abs=1e-3)  # wide: all 17 tokens alike
+    assert found[figures.BANDWIDTHS] == pytest.approx(4 / 3, rel=1e-4)  # (1 + 1 + 2) / 3
+    assert found[figures.MAP] == pytest.approx(1, abs=1e-2)
+
+
+def test_figures_are_judged_by_every_seed() -> None:
+    figures = script("gka_figures")
+    plain, few = (figures.INK.format(share) for share in (0, 0.9))
+    good = {figures.BANDWIDTHS: 1.2, figures.FIRST: 0.5, figures.LAST: 0.1, plain: 1.1, few: 1.5}
+    before = {**good, few: 1.4}
+
+    def verdict_of(*trained: dict[str, float]) -> str:
+        found = {"gka": list(trained), "gka, untrained": [before] * len(trained)}
+        return figures.judged(found)[0]
+
+    assert verdict_of(good, good, good) == "held"
+    assert verdict_of(good, good) == "open"
+    assert verdict_of(good, good, {**good, figures.LAST: 0.6}) == "inconclusive"
+    narrow = {**good, figures.BANDWIDTHS: 1.05}
+    assert verdict_of(narrow, narrow, narrow) == "not held"
+    assert verdict_of(*[{**good, few: 1.3}] * 3) == "not held"  # less than before training
