@@ -138,6 +138,34 @@ def test_losses_are_compared_after_equal_time() -> None:
     assert costs.loss_after({**rows[0], "status": "diverged"}, 150) == float("inf")
 
 
+@pytest.mark.parametrize(
+    ("gka", "cost", "verdict"),
+    [
+        ([2.0, 2.0, 2.0], 1.0, "held"),
+        ([2.2, 2.2, 2.2], 1.0, "not held"),
+        ([2.05, 2.1, 2.15], 1.0, "inconclusive"),
+        ([2.2, 2.2, 2.2], 0.5, "held"),  # in that time, dot makes half of the steps
+        ([2.0, 2.0], 1.0, "open"),
+    ],
+)
+def test_language_models_are_compared_by_their_ratio(gka, cost, verdict, monkeypatch) -> None:
+    language = script("gka_language")
+    monkeypatch.setattr(language, "STEPS", 200)
+    losses = {"dot": [[4.0, 3.0, 2.0]] * 3, "gka": [[4.0, 3.0, last] for last in gka]}
+    rows = curves_of({arm: dict.fromkeys(language.RATES, own) for arm, own in losses.items()})
+    assert language.judged(rows, {"dot": 1.0, "gka": cost})[0] == verdict
+
+
+def test_bits_are_those_of_the_library() -> None:
+    import graphattn as ga
+
+    objective = ga.train.NextToken(bytes_per_token=1)
+    model = ga.models.CausalLM(5, 8, depth=1, heads=2)
+    batch = objective.collate([{"tokens": torch.arange(5).repeat(3)}])
+    report = objective.evaluate(model, [batch])
+    assert script("gka_language").bits(report["loss"]) == pytest.approx(report["bits_per_byte"])
+
+
 def test_figures_become_numbers() -> None:
     import graphattn as ga
 
