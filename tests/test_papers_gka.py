@@ -166,6 +166,45 @@ def test_bits_are_those_of_the_library() -> None:
     assert script("gka_language").bits(report["loss"]) == pytest.approx(report["bits_per_byte"])
 
 
+def test_a_hybrid_has_to_be_better_than_mix_by_more_than_seeds(monkeypatch) -> None:
+    hybrids = script("hybrids")
+    monkeypatch.setattr(hybrids, "STEPS", 200)
+    usual = [[4.0, 3.0, last] for last in (1.9, 2.0, 2.1)]
+    costs = dict.fromkeys(hybrids.ARMS, 1.0)
+
+    def verdict_of(changed: str, lasts: tuple[float, ...]) -> tuple[str, str]:
+        own = dict.fromkeys(hybrids.ARMS, usual)
+        own[changed] = [[4.0, 3.0, last] for last in lasts]
+        rows = curves_of({arm: dict.fromkeys(hybrids.RATES, one) for arm, one in own.items()})
+        found: tuple[str, str] = hybrids.judged(rows, costs)
+        return found
+
+    assert verdict_of("windows", (1.0, 1.0, 1.0))[0] == "not held"  # no hybrid
+    assert verdict_of("linear, then krause", (1.85, 1.85, 1.85))[0] == "not held"
+    assert verdict_of("linear, then krause", (1.7, 1.7))[0] == "open"
+    verdict, why = verdict_of("linear, then krause", (1.7, 1.7, 1.7))
+    assert verdict == "held"
+    assert why.endswith("windows alone: linear, then krause -0.300 (deviation 0.100).")
+
+
+def test_hybrids_have_the_blocks_that_they_say() -> None:
+    import graphattn as ga
+
+    hybrids = script("hybrids")
+    model = ga.models.CausalLM(9, 8, depth=4, heads=2)
+    made = {name: hybrids.ARMS[name].change(model, 0) for name in hybrids.BLOCKS}
+    kinds = {
+        name: [type(block.mixer).__name__ for block in one.blocks] for name, one in made.items()
+    }
+    assert kinds == {
+        "linear, then krause": [*["LinearAttention"] * 3, "KrauseAttention"],
+        "windows, then krause": [*["DotProductAttention"] * 3, "KrauseAttention"],
+    }
+    windows = made["windows, then krause"]
+    assert windows.windows == [3, 3, 3, 32]
+    assert [block.mixer.top_k for block in windows.blocks] == [None, None, None, 16]
+
+
 def test_figures_become_numbers() -> None:
     import graphattn as ga
 

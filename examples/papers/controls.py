@@ -82,3 +82,17 @@ def with_mixers(
         "mixer_options": None,
     }
     return ga.models.CausalLM(**config)
+
+
+def with_blocks(
+    model: ga.models.CausalLM,
+    seed: int,
+    *,
+    mixer: list[str],
+    window: list[int | None],
+    options: dict[str, Any],
+) -> nn.Module:
+    """Make a model as `model`, with another named mixer and window in every block."""
+    torch.manual_seed(seed)
+    changes = {"mixer": mixer, "window": window, "mixer_options": options}
+    return ga.models.CausalLM(**{**model.config, **changes})
