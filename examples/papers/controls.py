@@ -51,6 +51,8 @@ class CausalConvolution(nn.Module):
 class GaussianWithValues(ga.nn.GaussianKernelAttention):
     """Gaussian kernel attention whose values are projected; queries and keys are not."""
 
+    value_proj: nn.Linear
+
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.value_proj = nn.Linear(self.dim, self.dim)
