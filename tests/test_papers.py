@@ -200,36 +200,23 @@ def test_the_width_of_the_stable_range_follows_the_tolerance() -> None:
     assert widths == pytest.approx([0.0, 1.0, 2.0])
 
 
-def test_losses_are_compared_after_equal_time() -> None:
-    rates = script("rates")
-    row = {"lr": 1.0, "status": "finished", "loss": 1.0, "step": 100}
-    rows = [
-        {**row, "arm": "slow", "seconds": 200.0, "curve": [(50, 3.0), (100, 1.0)]},
-        {**row, "arm": "fast", "seconds": 150.0, "curve": [(50, 2.0), (100, 1.5)], "loss": 1.5},
-    ]
-    assert rates.in_equal_time(rows, "slow", "fast", 1.0) == pytest.approx((2.0, 1.5))
-    rows[0]["loss"] = None
-    assert rates.in_equal_time(rows, "slow", "fast", 1.0)[0] == float("inf")
-
-
 @pytest.mark.parametrize(("loss", "verdict"), [(1.95, "held"), (1.995, "not held")])
 def test_a_learned_graph_is_better_in_steps_and_in_time(loss: float, verdict: str) -> None:
     learned = script("learned_graphs")
     rows = [
         {"arm": arm, "lr": learned.LR, "seed": seed, "status": "finished", "step": 600,
-         "loss": 2.0, "seconds": 60.0, "curve": [(300, 3.0), (600, 2.0)]}
+         "loss": 2.0, "curve": [(300, 3.0), (600, 2.0)]}
         for arm in learned.ARMS for seed in range(learned.SEEDS)
     ]  # fmt: skip
-    assert learned.judged(rows)[0] == "not held"
+    costs = dict.fromkeys(learned.ARMS, 0.1)
+    assert learned.judged(rows, costs)[0] == "not held"
     for row in rows:
         if row["arm"] == "neighbours":
             row |= {"loss": loss, "curve": [(300, 3.0), (600, loss)]}
-    assert learned.judged(rows)[0] == verdict
-    for row in rows:
-        if row["arm"] == "neighbours":
-            row["seconds"] = 120.0  # and after 60 seconds it is at 3 nats
-    assert learned.judged(rows)[0] == "not held"
-    assert learned.judged(rows[1:])[0] == "open"
+    assert learned.judged(rows, costs)[0] == verdict
+    costs["neighbours"] = 0.2  # in the time of the path it is at 3 nats
+    assert learned.judged(rows, costs)[0] == "not held"
+    assert learned.judged(rows[1:], costs)[0] == "open"
 
 
 def test_learned_graphs_stay_in_their_sequence() -> None:

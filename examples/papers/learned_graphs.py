@@ -4,12 +4,25 @@ from __future__ import annotations
 
 from argparse import Namespace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from consensus_text_diffusion import FILE, SHARED
+from costs import at_equal_cost, over_time, rows_of_costs, seconds_per_step
 from evidence import Experiment, Findings, Verdict, main
-from rates import Arm, config_of, in_equal_time, losses_at, means, measure_arms, spread
+from rates import (
+    ENDED,
+    Arm,
+    config_of,
+    cpu_hours,
+    kept,
+    losses_at,
+    means,
+    run_arms,
+    spread,
+    table_of,
+)
 from sweep_claims import OPTIONS
 from torch import Tensor, nn
 
@@ -113,11 +126,12 @@ EXPERIMENT = Experiment(
     "neighbour more has a Fiedler value of 0.3 with three sources per token in place of eight; "
     "'short path, one neighbour' has that size. Neighbours are chosen again in every layer, by "
     "the distance of its input; the choice itself has no gradient. Scores of a window are a "
-    "linear function of the target token, and the edge networks read them.",
+    "linear function of the target token, and the edge networks read them. Time is CPU time: the "
+    "least of 15 steps of every arm, measured in turns.",
 )
 
 
-def judged(rows: list[dict[str, Any]]) -> tuple[Verdict, str]:
+def judged(rows: list[dict[str, Any]], costs: dict[str, float]) -> tuple[Verdict, str]:
     counts = [len(losses_at(rows, name, LR)) for name in ARMS]
     if min(counts) < SEEDS:
         return "open", f"{sum(counts)} of {SEEDS * len(counts)} runs are done."
@@ -126,9 +140,9 @@ def judged(rows: list[dict[str, Any]]) -> tuple[Verdict, str]:
     parts, better = [], False
     for name in LEARNED:
         loss = means(rows, name)[LR]
-        own, other = in_equal_time(rows, name, "path", LR)
-        better = better or max(loss - path, own - other) < -enough
-        parts.append(f"{name} {loss - path:+.3f} ({own - other:+.3f} in equal time)")
+        pair = at_equal_cost(rows, costs, name, "path", SHARED["steps"])
+        better = better or max(loss - path, pair.loss - pair.other) < -enough
+        parts.append(f"{name} {loss - path:+.3f} ({pair.loss - pair.other:+.3f} in equal time)")
     why = (
         f"The path has {path:.3f} nats. Beside it: {', '.join(parts)}. A "
         f"difference counts from {enough:.3f}."
@@ -137,7 +151,21 @@ def judged(rows: list[dict[str, Any]]) -> tuple[Verdict, str]:
 
 
 def measure(arguments: Namespace) -> Findings:
-    return measure_arms(arguments, ARMS, [LR], SEEDS, OF_TRAINING, FILE, judged)
+    shared = {**OF_TRAINING, "data": str(Path(arguments.data) / FILE)}
+    rows = run_arms(arguments, ARMS, [LR], SEEDS, shared)
+    costs = seconds_per_step(arguments, ARMS, shared)
+    ended = [row for row in rows if row["status"] in ENDED]
+    verdict, why = judged(ended, costs)
+    return Findings(
+        numbers=[*table_of(rows, list(ARMS)), *rows_of_costs(costs)] if ended else [],
+        verdict=verdict,
+        why=why,
+        runs=kept(rows),
+        seeds=list(range(SEEDS)),
+        cpu_hours=cpu_hours(rows),
+        draw=(lambda ax: over_time(ended, costs, ax)) if ended else None,
+        columns=("validation loss (nats)", "deviation"),
+    )
 
 
 if __name__ == "__main__":

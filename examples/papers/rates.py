@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from evidence import Findings, Verdict
 from torch import nn
@@ -139,36 +138,6 @@ def kept(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 ENDED = ("finished", "diverged")
-
-
-def losses_in_time(rows: list[dict[str, Any]], arm: str, lr: float, seconds: float) -> list[float]:
-    """Return the validation losses of an arm's runs after some seconds, one per seed.
-
-    All steps of a run count as equally long. Between two evaluations the loss is on a straight
-    line; a run that ended earlier has its last loss, and one that diverged an infinite one.
-    """
-    found = []
-    for row in rows:
-        if (row["arm"], row["lr"]) == (arm, lr) and row["status"] in ENDED:
-            steps, losses = zip(*row["curve"], strict=True) if row["curve"] else ([0], [math.inf])
-            reached = row["step"] * seconds / row["seconds"]
-            diverged = row["loss"] is None
-            found.append(math.inf if diverged else float(np.interp(reached, steps, losses)))
-    return found
-
-
-def in_equal_time(
-    rows: list[dict[str, Any]], arm: str, other: str, lr: float
-) -> tuple[float, float]:
-    """Return the mean losses of two arms after the time that the faster of them took in all."""
-    times = [
-        statistics.fmean(row["seconds"] for row in rows if (row["arm"], row["lr"]) == (name, lr))
-        for name in (arm, other)
-    ]
-    first, second = (
-        statistics.fmean(losses_in_time(rows, name, lr, min(times))) for name in (arm, other)
-    )
-    return first, second
 
 
 def cpu_hours(rows: list[dict[str, Any]]) -> float:
