@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -138,6 +139,39 @@ def check_plan(experiment: Experiment, record: dict[str, Any]) -> None:
                 f"{name} of {experiment.name} differs from its record, which was written before "
                 "the measurement: restore it, or make another experiment"
             )
+
+
+def kept_result(
+    arguments: argparse.Namespace,
+    name: str,
+    config: dict[str, Any],
+    work: Callable[[], dict[str, Any]],
+) -> dict[str, Any] | None:
+    """Return the numbers of one run that is not a run of `graphattn train`.
+
+    They are in NAME.json of the folder of the runs, with their config, or `work` measures them now.
+    "seconds" is the CPU time that this took. With `--partial`, nothing is measured: a run that is
+    not there is None.
+    """
+    path = Path(arguments.work) / f"{name}.json"
+    config = json.loads(json.dumps(config))
+    if path.is_file():
+        there = json.loads(path.read_text(encoding="utf-8"))
+        if there["config"] != config:
+            raise SystemExit(f"{path} has another config: give another folder with --work")
+        return dict(there["result"])
+    if arguments.partial:
+        return None
+    torch.set_num_threads(1)
+    start = time.process_time()
+    result = work()
+    result = {**result, "seconds": round(time.process_time() - start, 2)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".part")
+    unfinished.write_text(json.dumps({"config": config, "result": result}), encoding="utf-8")
+    unfinished.replace(path)
+    print(f"{name}: {result['seconds']} s", flush=True)
+    return result
 
 
 def write(experiment: Experiment, found: Findings, folder: Path) -> None:

@@ -127,7 +127,7 @@ def curve_of(folder: Path) -> list[tuple[int, float]]:
 
 
 def tell(arm: str, row: dict[str, Any]) -> None:
-    loss = "diverged" if row["loss"] is None else f"{row['loss']:.4f}"
+    loss = row["status"] if row["loss"] is None else f"{row['loss']:.4f}"
     print(f"{arm}, lr {row['lr']:g}, seed {row['seed']}: {loss}", flush=True)
 
 
@@ -158,6 +158,19 @@ def spread(losses: Sequence[float]) -> float | None:
     """Return the standard deviation over seeds; None for fewer than two finite losses."""
     finite = [loss for loss in losses if math.isfinite(loss)]
     return statistics.stdev(finite) if len(finite) > 1 else None
+
+
+def summary(mechanism: str, setting: str, values: Sequence[float | None]) -> dict[str, Any]:
+    """Return a row of a table: mean and standard deviation of values, if all are there."""
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    whole = len(known) == len(values)
+    return {
+        "mechanism": mechanism,
+        "setting": setting,
+        "mean": statistics.fmean(known) if whole else None,
+        "spread": spread(known) if whole else None,
+        "seeds": len(values),
+    }
 
 
 def losses_at(rows: list[dict[str, Any]], arm: str, lr: float) -> list[float]:
