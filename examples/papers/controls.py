@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import graphattn as ga
+from graphattn.ops.attention.logits.score import DotProduct, Score
 
 
 class Average(ga.nn.DotProductAttention):
@@ -98,3 +100,22 @@ def with_blocks(
     torch.manual_seed(seed)
     changes = {"mixer": mixer, "window": window, "mixer_options": options}
     return ga.models.CausalLM(**{**model.config, **changes})
+
+
+class QueryScaled(ga.nn.DotProductAttention):
+    """Attention whose queries are divided by sqrt(D), and whose product is not."""
+
+    def project(self, *args: Any) -> tuple[Any, ...]:
+        query, key, value = super().project(*args)
+        return query / math.sqrt(self.head_dim), key, value
+
+    def score(self) -> Score:
+        return DotProduct(1.0)
+
+
+def with_scaled_queries(model: nn.Module, seed: int = 0) -> nn.Module:
+    """Change all attention of a model to :class:`QueryScaled`; weights and config stay the same."""
+    for layer in model.modules():
+        if type(layer) is ga.nn.DotProductAttention:
+            layer.__class__ = QueryScaled
+    return model
