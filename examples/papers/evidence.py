@@ -147,30 +147,28 @@ def kept_result(
     config: dict[str, Any],
     work: Callable[[], dict[str, Any]],
 ) -> dict[str, Any] | None:
-    """Return the numbers of one run that is not a run of `graphattn train`.
+    """Return the numbers of one run by :func:`once`, from NAME.json in the folder of the runs.
 
-    They are in NAME.json of the folder of the runs, with their config, or `work` measures them now.
-    "seconds" is the CPU time that this took. With `--partial`, nothing is measured: a run that is
-    not there is None.
+    The file also has the config of the run; another config is an error. "seconds" of the result is
+    the CPU time.
     """
     path = Path(arguments.work) / f"{name}.json"
     config = json.loads(json.dumps(config))
-    if path.is_file():
-        there = json.loads(path.read_text(encoding="utf-8"))
-        if there["config"] != config:
-            raise SystemExit(f"{path} has another config: give another folder with --work")
-        return dict(there["result"])
-    if arguments.partial:
+
+    def run() -> dict[str, Any]:
+        torch.set_num_threads(1)
+        start = time.process_time()
+        result = work()
+        seconds = round(time.process_time() - start, 2)
+        print(f"{name}: {seconds} s", flush=True)
+        return {"config": config, "result": {**result, "seconds": seconds}}
+
+    found = once(arguments, path, run)
+    if found is None:
         return None
-    torch.set_num_threads(1)
-    start = time.process_time()
-    result = work()
-    result = {**result, "seconds": round(time.process_time() - start, 2)}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".part")
-    unfinished.write_text(json.dumps({"config": config, "result": result}), encoding="utf-8")
-    unfinished.replace(path)
-    print(f"{name}: {result['seconds']} s", flush=True)
+    if found["config"] != config:
+        raise SystemExit(f"{path} has another config: give another folder with --work")
+    result: dict[str, Any] = found["result"]
     return result
 
 
