@@ -8,12 +8,13 @@ There are no layers and no training. Attention over a token graph updates the to
     print(ga.dynamics.preview(x, graph))                   # compare with global attention
 
 Sources: Attention Clusters (the iteration, its scores, the preview) and Krause Synchronization
-Transformers (:func:`krause_flow` and :func:`consensus_flow`).
+Transformers (:func:`krause_flow`, :func:`consensus_flow` and :func:`persistent_groups`).
 """
 
 from graphattn.dynamics.clusters import cluster, cluster_counts
 from graphattn.dynamics.flows import ParticleFlow, consensus_flow, krause_flow
 from graphattn.dynamics.leaders import Leaders, leader_tokens
+from graphattn.dynamics.persistence import persistent_groups
 from graphattn.dynamics.preview import PatternScores, Preview, preview
 from graphattn.dynamics.scores import (
     Fragmentation,
@@ -41,6 +42,7 @@ __all__ = [
     "label_accuracy",
     "leader_tokens",
     "participation_ratio",
+    "persistent_groups",
     "preview",
     "silhouette",
     "simulate",

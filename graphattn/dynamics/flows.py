@@ -129,7 +129,7 @@ def krause_flow(
       are farther apart than the diameter d of the widest group (the largest distance in a group).
       Then the k nearest are always in the own group, and the hulls only shrink. The second
       condition holds if tokens of different groups are farther apart than sqrt(2) d; more than d is
-      not enough.
+      not enough. :func:`persistent_groups` finds such groups.
 
     With only `sigma`, all particles attract each other a little, and in the end, after a long time,
     they collapse to one point.
