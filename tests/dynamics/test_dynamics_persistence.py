@@ -188,6 +188,7 @@ def test_tokens_apart_are_not_hulls_apart():
     x = torch.tensor([[-0.5, 0.0], [0.5, 0.0], [0.0, 0.9], [0.0, 0.91]])
     assert torch.cdist(x[:2], x[2:]).min() > 1
     assert persistent_groups(x, 2).unique().numel() == 1
+    assert persistent_groups(torch.cat([x, x + 50]), 2).tolist() == [0] * 4 + [1] * 4
     x[2:, 1] += 0.2
     assert persistent_groups(x, 2).tolist() == [0, 0, 1, 1]
 

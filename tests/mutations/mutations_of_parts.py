@@ -16,8 +16,37 @@ LAYOUTS = "tests/ops/test_ops_layouts.py"
 SCORES = "tests/ops/test_ops_check_score.py"
 CALLS = "tests/nn/test_nn_argument_names.py"
 ARGUMENTS = "tests/graphs/test_graphs_argument_names.py"
+PERSISTENCE = "tests/dynamics/test_dynamics_persistence.py"
 
 MUTATIONS = [
+    Mutation(
+        "the distance of two hulls is compared with the smaller diameter",
+        "graphattn/dynamics/persistence.py",
+        "max(width[a], width[b]) + slack",
+        "min(width[a], width[b]) + slack",
+        (f"{PERSISTENCE}::test_tokens_apart_are_not_hulls_apart",),
+    ),
+    Mutation(
+        "a group of k - 1 tokens is certified",
+        "graphattn/dynamics/persistence.py",
+        "return len(group) >= self.needed[0]",
+        "return len(group) >= self.needed[0] - 1",
+        (f"{PERSISTENCE}::test_certified_groups_never_exchange_in_300_simulations",),
+    ),
+    Mutation(
+        "sources outside of a group count as its own",
+        "graphattn/dynamics/persistence.py",
+        "np.bincount(target[inside[source]], minlength=self.num_tokens)",
+        "np.bincount(target, minlength=self.num_tokens)",
+        (f"{PERSISTENCE}::test_certified_groups_never_exchange_in_300_simulations",),
+    ),
+    Mutation(
+        "two groups that are too near are certified together with others",
+        "graphattn/dynamics/persistence.py",
+        "while (pair := _too_near(x, group)) is not None:",
+        "if (pair := _too_near(x, group)) is not None:",
+        (f"{PERSISTENCE}::test_tokens_apart_are_not_hulls_apart",),
+    ),
     Mutation(
         "another layout is said to fit whatever the graph",
         "graphattn/ops/inputs.py",
