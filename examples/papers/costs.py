@@ -31,19 +31,24 @@ def seconds_per_step(
     """Return the CPU seconds of a training step of every arm, measured once per folder of runs."""
 
     def measure() -> dict[str, float]:
-        torch.set_num_threads(1)
         folder = Path(arguments.work)
-        steps = {name: _step(arm, config_for(arm, shared, folder)) for name, arm in arms.items()}
-        least = dict.fromkeys(arms, math.inf)
-        for _ in range(ROUNDS):
-            for name, step in steps.items():
-                start = time.process_time()
-                step()
-                least[name] = min(least[name], time.process_time() - start)
-        return least
+        return in_turns({name: _step(arm, config_for(arm, shared, folder))
+                         for name, arm in arms.items()})  # fmt: skip
 
     always = Namespace(partial=False)  # it takes seconds
     return once(always, Path(arguments.work) / "costs.json", measure) or {}
+
+
+def in_turns(calls: dict[str, Callable[[], Any]], rounds: int = ROUNDS) -> dict[str, float]:
+    """Return the least CPU seconds of every call, of one thread; the calls take turns."""
+    torch.set_num_threads(1)
+    least = dict.fromkeys(calls, math.inf)
+    for _ in range(rounds):
+        for name, call in calls.items():
+            start = time.process_time()
+            call()
+            least[name] = min(least[name], time.process_time() - start)
+    return least
 
 
 def _step(arm: Arm, config: ga.train.RunConfig) -> Callable[[], None]:
@@ -71,6 +76,18 @@ def loss_after(row: dict[str, Any], steps: float) -> float:
         return math.inf
     evaluated, losses = zip(*row["curve"], strict=True)
     return float(numpy.interp(steps, evaluated, losses))
+
+
+def losses_in_time(rows: list[dict[str, Any]], costs: dict[str, float]) -> dict[str, list[float]]:
+    """Return the losses of all runs after the time in which the cheapest arm makes its steps.
+
+    All rows have the same number of steps, and those of an arm the same rate.
+    """
+    end = min(row["step"] * costs[row["arm"]] for row in rows if row["status"] == "finished")
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        found.setdefault(row["arm"], []).append(loss_after(row, end / costs[row["arm"]]))
+    return found
 
 
 class Pair(NamedTuple):
