@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import itertools
 import json
+import re
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -54,6 +55,19 @@ def test_a_record_has_the_prediction_of_its_script(name: str) -> None:
 def test_the_index_lists_every_record() -> None:
     assert {path.stem for path in RESULTS.glob("*.json")} == set(NAMES)
     assert (RESULTS / "index.md").read_text(encoding="utf-8") == script("evidence").index(RESULTS)
+
+
+def test_every_sentence_about_what_to_use_has_a_number_of_ours() -> None:
+    page = (RESULTS / "what-to-use.md").read_text(encoding="utf-8")
+    advice = page.split("\n- ")[1:]
+    assert len(advice) >= 5
+    for sentence in advice:
+        links = re.findall(r"\[([^]]+)\]\((\w+)\.md\)", sentence)
+        assert links, sentence
+        for number, name in links:
+            record = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+            known = " ".join([record["why"], record["notes"], (RESULTS / f"{name}.md").read_text()])
+            assert re.search(rf"(?<![\d.]){re.escape(number)}(?!\d)", known), (number, name)
 
 
 SEEDS = {"sa": {1.0: [2.0, 2.1], 10.0: [3.0, 3.2]}, "mix": {1.0: [2.0, 2.0], 10.0: [2.5, 2.5]}}

@@ -227,7 +227,8 @@ INDEX = """\
 `graphattn verify` checks the theorems of the papers. This page is about their empirical claims, at
 the scale of a laptop. Each experiment has a prediction, and says what would refute it; both are in
 the history of the project before the first number. A claim that does not hold at this scale may
-hold at that of the paper.
+hold at that of the paper. [What these experiments say you should use](what-to-use.md) has the
+conclusions.
 
 | experiment | result | figure |
 |---|---|---|
@@ -239,6 +240,7 @@ them; the folder contains the files that its page names. `examples/papers/` has 
 ```{{toctree}}
 :hidden:
 
+what-to-use
 {names}
 ```
 """
