@@ -95,10 +95,13 @@ first-minutes:  ## what a newcomer waits for, in a fresh clone: a table
 	$(PYTHON) tests/first_minutes.py
 
 # Experiments about the papers' claims; they continue where they were stopped. DATA= is a folder.
+# Without NAME=, all of them, for about twenty hours of one core; some read the runs of the first.
 DATA ?= data
-results: $(TESTED)  ## an experiment about a claim of a paper: NAME=consensus_dna DATA=FOLDER
-	@$(if $(NAME),OMP_NUM_THREADS=1 $(BIN)/python examples/papers/$(NAME).py --data $(DATA) \
-		--processes $(PROCESSES),ls examples/papers)
+FIRST := consensus_text_causal consensus_ablation gka_vision
+EXPERIMENTS := $(FIRST) $(filter-out $(FIRST),$(basename $(notdir $(wildcard docs/results/*.json))))
+results: $(TESTED)  ## experiments about claims of papers: NAME=consensus_dna DATA=FOLDER
+	@for name in $(or $(NAME),$(EXPERIMENTS)); do OMP_NUM_THREADS=1 $(BIN)/python \
+		examples/papers/$$name.py --data $(DATA) --processes $(PROCESSES) || exit 1; done
 
 bench: $(TESTED)  ## every operation beside its peers
 	$(BIN)/graphattn bench
