@@ -17,6 +17,7 @@ from graphattn.plot.drawing.style import (
     COLOURS,
     axes_or_new,
     integer_ticks,
+    line_look,
     plain_legend,
     styled,
 )
@@ -192,9 +193,10 @@ def cluster_counts(
     for i, (name, trajectory) in enumerate(trajectories.items()):
         if _checked(f"trajectories[{name!r}]", trajectory).num_steps == 0:
             raise ValueError(f"each of trajectories must have steps, got none for {name!r}")
-        counts, colour = merged_counts(trajectory, tolerance=tolerance), COLOURS[i % len(COLOURS)]
+        counts = merged_counts(trajectory, tolerance=tolerance)
         steps = range(1, len(counts) + 1)
-        ax.plot(steps, counts, "o-", markersize=3, linewidth=1.6, color=colour, label=name)
+        look = line_look(i)
+        ax.plot(steps, counts, marker="o", markersize=3, linewidth=1.6, label=name, **look)
     ax.set_yscale("log")
     integer_ticks(ax.xaxis)
     ax.yaxis.set_major_locator(IntegerTicks())

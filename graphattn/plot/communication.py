@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from graphattn.distributed import CommunicationPlan
-from graphattn.plot.drawing.style import COLOURS, INK, SHADES, axes_or_new, colour_bar, styled
+from graphattn.plot.drawing.style import (
+    COLOURS,
+    INK,
+    SHADES,
+    axes_or_new,
+    colour_bar,
+    line_look,
+    styled,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -102,8 +110,8 @@ def _lines(plans: Sequence[CommunicationPlan], ax: Axes | None) -> Axes:
         name = f"all-gather of {plan.graph.num_sources:,} rows"
         gathered.setdefault(name, {})[plan.ranks] = int(_gathered(plan).max())
     for number, (name, rows) in enumerate(lines.items()):
-        colour = COLOURS[number % len(COLOURS)]
-        ax.plot(*zip(*rows.items(), strict=True), "o-", color=colour, markersize=4, label=name)
+        look = line_look(number)
+        ax.plot(*zip(*rows.items(), strict=True), marker="o", markersize=4, label=name, **look)
     for name, rows in gathered.items():
         ax.plot(*zip(*rows.items(), strict=True), label=name, **ALL_GATHER)
     ax.set_xscale("log", base=2)

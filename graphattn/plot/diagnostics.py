@@ -20,6 +20,7 @@ from graphattn.plot.drawing.style import (
     axes_or_new,
     colour_bar,
     integer_ticks,
+    line_look,
     plain_legend,
     styled,
 )
@@ -133,8 +134,7 @@ def effective_ranks(
             raise ValueError(
                 f"each of curves must have shape [layers], got {list(ranks.shape)} for {name!r}"
             )
-        colour = COLOURS[i % len(COLOURS)]
-        ax.plot(range(len(ranks)), ranks, "o-", color=colour, markersize=3, linewidth=1.6)
+        ax.plot(range(len(ranks)), ranks, marker="o", markersize=3, linewidth=1.6, **line_look(i))
     ax.set_ylim(bottom=0)
     integer_ticks(ax.xaxis)
     plain_legend(ax, ax.lines[-len(curves) :], list(curves))
@@ -318,11 +318,9 @@ def _per_head(name: str, values: Any, least: float | None = None) -> Tensor:
 def _lines_per_head(values: Tensor, label: str, ax: Axes | None) -> Axes:
     ax = axes_or_new(ax, 5, 3.2)
     for head, column in enumerate(values.T):
-        colour = COLOURS[head % len(COLOURS)]
-        style = ("-", "--", ":", "-.")[head // len(COLOURS) % 4]
         ax.plot(
-            range(len(column)), column, color=colour, linestyle=style, linewidth=1.2,
-            marker="o", markersize=2.5, label=f"head {head}",
+            range(len(column)), column, linewidth=1.2, marker="o", markersize=2.5,
+            label=f"head {head}", **line_look(head),
         )  # fmt: skip
     integer_ticks(ax.xaxis)
     _legend(ax, values.shape[1])

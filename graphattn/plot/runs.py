@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from graphattn.graphs.arguments import as_choice
-from graphattn.plot.drawing.style import COLOURS, INK, axes_or_new, plain_legend, styled
+from graphattn.plot.drawing.style import COLOURS, INK, axes_or_new, line_look, plain_legend, styled
 from graphattn.train.evaluation.calibration import Calibration
 from graphattn.train.runs.folder import Run
 from graphattn.train.runs.records import Row
@@ -21,7 +21,6 @@ Runs = Run | Sequence[Row] | Mapping[str, Run | Sequence[Row]]
 
 SIZE = 4.6, 3.2  # inches; a phone can show this size without making it much smaller
 # Lines with the same colour have different dashes, if there are more lines than colours.
-DASHES: tuple[Any, ...] = ("-", (0, (4, 2)), (0, (1, 1.5)))
 WHOLE = "whole model"
 LAYER_MEASURES = {  # the name of a measure in the rows and the label of its axis
     "alpha_max": "largest stable learning rate",
@@ -85,8 +84,7 @@ def training_curves(
             label = {"train": "training"}.get(split, split) if alone else "" if is_pale else name
             ax.plot(
                 *zip(*points, strict=True),
-                color=COLOURS[1 if alone and split == "validation" else i % len(COLOURS)],
-                linestyle=DASHES[i // len(COLOURS) % len(DASHES)],
+                **line_look(1 if alone and split == "validation" else i),
                 linewidth=1.0 if is_pale else 1.6,
                 alpha=0.45 if is_pale and not alone else 0.8 if is_pale else 1.0,
                 marker="o" if split == "validation" and len(points) < 40 else None,
@@ -132,9 +130,7 @@ def learning_rates(runs: Runs, *, ax: Axes | None = None) -> Axes:
     ax = axes_or_new(ax, *SIZE)
     for i, (name, points) in enumerate(named.items()):
         if points:
-            style = DASHES[i // len(COLOURS) % len(DASHES)]
-            colour = COLOURS[i % len(COLOURS)]
-            ax.plot(*zip(*points, strict=True), color=colour, linestyle=style, label=name or "_")
+            ax.plot(*zip(*points, strict=True), **line_look(i), label=name or "_")
     ax.set_ylim(bottom=0)
     ax.ticklabel_format(axis="y", scilimits=(-3, 3), useMathText=True)
     ax.yaxis.get_offset_text().set(color=INK, fontsize=8)
@@ -282,7 +278,7 @@ def loss_curves(
         steps, losses = [step for step, _ in points], [loss for _, loss in points]
         numbers = [loss.item() if isinstance(loss, Tensor) else loss for loss in losses]
         line: dict[str, Any] = {"marker": "o"} if len(points) < 30 else {}
-        line |= {"markersize": 3, "linewidth": 1.6, "color": COLOURS[i % len(COLOURS)]}
+        line |= {"markersize": 3, "linewidth": 1.6, **line_look(i)}
         ax.plot(steps, numbers, label=name, **line)
     for name, loss in (reference or {}).items():
         ax.axhline(loss, color="#777777", linewidth=1, linestyle=(0, (4, 3)), label=name)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from graphattn.graphs import TokenGraph, window_path_graph
 from graphattn.graphs.arguments import as_float, as_int
-from graphattn.plot.drawing.style import COLOURS, INK, axes_or_new, styled
+from graphattn.plot.drawing.style import COLOURS, INK, axes_or_new, line_look, styled
 from graphattn.spectral import fiedler_value, laplacian, max_eigenvalue, path_fiedler_bounds
 
 if TYPE_CHECKING:
@@ -129,12 +129,12 @@ def filter_response(
         dense = laplacian(graph, edge_weight, layout="dense").cpu().double()
         eigenvalues = torch.linalg.eigvalsh(dense).clamp_min(0)
     for i, n in enumerate(counts):
-        colour = COLOURS[i % len(COLOURS)]
+        look = line_look(i)
         label = "1 step" if n == 1 else f"{n:,} steps"
-        ax.plot(grid, (1 - 2 * eta * grid) ** n, color=colour, linewidth=1.6, label=label)
+        ax.plot(grid, (1 - 2 * eta * grid) ** n, linewidth=1.6, label=label, **look)
         if eigenvalues is not None:
             factors = (1 - 2 * eta * eigenvalues) ** n
-            ax.plot(eigenvalues, factors, ".", color=colour, markersize=6, alpha=0.7)
+            ax.plot(eigenvalues, factors, ".", color=look["color"], markersize=6, alpha=0.7)
     ax.axhline(0, color="#999999", linewidth=0.6)
     ax.legend(frameon=False, fontsize=8, title=f"η = {eta:.3g}", title_fontsize=8)
     return styled(ax, "eigenvalue λ (smooth → rough)", "share that is left")

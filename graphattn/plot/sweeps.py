@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from graphattn.plot.drawing.style import COLOURS, INK, axes_or_new, plain_legend, styled
+from graphattn.plot.drawing.style import COLOURS, INK, axes_or_new, line_look, plain_legend, styled
 from graphattn.train.sweeps.results import losses_by_rate, summarize_sweep, variant_of
 
 if TYPE_CHECKING:
@@ -51,13 +51,14 @@ def sweep_curves(rows: Sequence[Mapping[str, Any]], *, ax: Axes | None = None) -
     summaries = summarize_sweep(done)
     for i, summary in enumerate(summaries):
         trials = [row for row in done if variant_of(row) == summary.mixer]
-        colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
+        look, marker = line_look(i), MARKERS[i % len(MARKERS)]
+        colour = look["color"]
         points = [(row["lr"], row["loss"]) for row in trials if row["status"] == "finished"]
         by_rate = losses_by_rate(trials)
         means = [statistics.fmean(x) if x else math.nan for x in by_rate.values()]
         ax.plot(
             list(by_rate), means, linewidth=1.6, marker=marker, markersize=3.5,
-            color=colour, label=summary.mixer,
+            label=summary.mixer, **look,
         )  # fmt: skip
         if len(points) > len(by_rate):
             rates, losses = zip(*points, strict=True)

@@ -75,3 +75,18 @@ def test_where_all_diverged_the_figure_still_stands_and_names_are_no_mathematics
 def test_without_results_there_is_nothing_to_draw() -> None:
     with pytest.raises(ValueError, match="rows must have at least one trial with a result"):
         ga.plot.sweep_curves([{**row("mix", 1.0, None), "status": "running"}])
+
+
+def test_more_curves_than_colours_still_look_different() -> None:
+    rows = [
+        {"mixer": f"mixer {i}", "lr": lr, "seed": 0, "status": "finished", "loss": 1.0}
+        for i in range(14)
+        for lr in (0.1, 1.0)
+    ]
+    lines = ga.plot.sweep_curves(rows).lines
+    looks = {
+        (line.get_color(), line.get_linestyle(), line.get_marker())
+        for line in lines
+        if str(line.get_label()).startswith("mixer")
+    }
+    assert len(looks) == 14

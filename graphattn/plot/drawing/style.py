@@ -14,9 +14,16 @@ if TYPE_CHECKING:
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 INK = "#333333"
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
+DASHES = ("-", "--", ":", "-.")
 SHADES = ("white", "#8fbfdd", COLOURS[0], "#00253d")  # the colours of a heat map
 
 PAGE_WIDTH = 4.0  # inches: 384 CSS pixels, of which a phone 390 pixels wide shows at least 358
+
+
+def line_look(number: int) -> dict[str, Any]:
+    """Return colour and dashes of the curve with a number; the first 24 all look different."""
+    dashes = DASHES[number // len(COLOURS) % len(DASHES)]
+    return {"color": COLOURS[number % len(COLOURS)], "linestyle": dashes}
 
 
 def page_figure(height: float, width: float = PAGE_WIDTH) -> Figure:
