@@ -42,14 +42,15 @@ EXPERIMENT = Experiment(
     refuted_if="A control whose rise is at most that of SC.",
     config=config_of(ARMS, RATES, SHARED, FILE, "1.1 MB of Shakespeare's plays"),
     notes="The models have 208 thousand parameters (SC 227 thousand, the convolution 191 "
-    "thousand). The queries of the average are 0 and stay 0. A control that rises as little as SC may still "
-    "have a worse loss: the table shows both. Seen afterwards: the convolution is as flat as SC "
-    "within the spread of seeds (its two runs at rate 0.1 differ by 0.097 nats, and both have 1.5"
-    " decades of stable rates), and its loss is lower than that of SC at every rate. Norms of "
-    "queries and keys take away 79 % of the rise of attention. A smaller output and a warm-up "
-    "take away 3 and 11 %. So consensus is not alone: what is harmful at high rates are weights "
-    "that depend on products of queries and keys whose size nothing limits. The 10 runs of SA and"
-    " the 10 of SC repeat runs of consensus_text_causal; all 20 losses are equal to the last bit.",
+    "thousand). The queries of the average are 0 and stay 0. A control that rises as little as "
+    "SC may still have a worse loss: the table shows both. Seen afterwards: the convolution is "
+    "as flat as SC within the spread of seeds (its two runs at rate 0.1 differ by 0.097 nats, "
+    "and both have 1.5 decades of stable rates), and its loss is lower than that of SC at every "
+    "rate. Norms of queries and keys take away 79 % of the rise of attention. A smaller output "
+    "and a warm-up take away 3 and 11 %. So consensus is not alone: what is harmful at high "
+    "rates are weights that depend on products of queries and keys whose size nothing limits. "
+    "The 10 runs of SA and the 10 of SC repeat runs of consensus_text_causal; all 20 losses are "
+    "equal to the last bit.",
 )
 
 
