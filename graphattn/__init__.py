@@ -9,7 +9,7 @@
 Graph builders and operations live here, and load with torch. `ga.nn`, `ga.models`, `ga.spectral`,
 `ga.dynamics`, `ga.diagnostics`, `ga.distributed`, `ga.train`, `ga.plot`, `ga.data` and
 `ga.integrations` load on first use, so that importing graphattn costs little more than importing
-torch; `ga.save` and `ga.load` too.
+torch; `ga.save`, `ga.load` and `ga.explore` too.
 """
 
 import sys
@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # what loads later, for those who read without running
     from graphattn import plot as plot
     from graphattn import spectral as spectral
     from graphattn import train as train
+    from graphattn.explorer.explore import explore as explore
     from graphattn.graphs import *  # noqa: F403
     from graphattn.models.files import load as load
     from graphattn.models.files import save as save
@@ -51,6 +52,7 @@ _ON_FIRST_USE = (
 )
 _FUNCTIONS_ON_FIRST_USE = {
     "check_score": "graphattn.ops.attention.logits.check_score",
+    "explore": "graphattn.explorer.explore",
     "load": "graphattn.models.files",
     "save": "graphattn.models.files",
 }

@@ -215,6 +215,7 @@ ARROWS = {
               "spectral", "version"},
     "plot": {"models", "integrations", "nn", "ops", "graphs", "spectral", "dynamics",
              "diagnostics", "data", "train", "distributed"},
+    "explorer": {"models", "graphs", "spectral", "dynamics", "diagnostics", "data", "version"},
     "bench": {"models", "integrations", "train", "nn", "ops", "graphs", "data", "diagnostics",
               "plot", "kernels", "plain_tables", "graphattn itself"},
     "plain_tables": set(),

@@ -301,6 +301,35 @@ def graph(**options: Any) -> None:
     run_graph(sizes=sizes, **options, console=terminal())
 
 
+@app.command(no_args_is_help=True)
+@with_options(
+    argument(
+        "subject",
+        str,
+        "A PDB or mmCIF file (with a model also FASTA), or a kind of graph: `graphattn graph` "
+        "lists the kinds with their options.",
+        required=True,
+    ),
+    option("out", Path("explore.html"), "The HTML file that is written.", dir_okay=False),
+    option("neighbors", int, "For a structure: number of nearest residues that one sees.", min=1),
+    option("model", Path, "Folder of a saved protein model, whose attention is shown."),
+    option("preset", str, "Instead of --model: a preset with random weights."),
+    option("chains", str, "Names of the chains of a structure, separated by commas."),
+    option("tokens", int, GRAPH_SIZES["tokens"][1], "--tokens", "--num-tokens"),
+    *(option(n, kind, text) for n, (kind, text) in GRAPH_SIZES.items() if n != "tokens"),
+)
+def explore(**options: Any) -> None:
+    """Write an HTML page to explore a graph, a protein structure or the attention over it.
+
+    If the kind of graph has a window, a radius or blocks, a slider has several values of it.
+    """
+    from graphattn.cli.explore import run_explore
+
+    names = {"tokens": "num_tokens", "random": "num_random"}  # of the builders
+    sizes = {names.get(name, name): options.pop(name) for name in GRAPH_SIZES}
+    run_explore(sizes=sizes, **options, console=terminal())
+
+
 @app.command()
 @with_options(
     argument(

@@ -15,7 +15,7 @@ from graphattn.near_names import explained
 
 FUNCTIONS = [
     name for name in ga.__all__ if inspect.isfunction(getattr(ga, name)) and name not in
-    ("load", "save", "check_score")
+    ("load", "save", "check_score", "explore")
 ]  # fmt: skip
 
 
