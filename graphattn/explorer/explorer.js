@@ -305,6 +305,22 @@ function drawMatrix() {
   context.strokeStyle = color("target");
   context.strokeRect(across(token) - 0.5, EDGE - 5, thick + 1, width + 10);
   context.restore();
+  drawLabel(context, across(token) + cell, down(token));
+}
+
+// The name of the token beside it, on paper, so that it can be read over edges.
+function drawLabel(context, x, y) {
+  const { token } = facts(), left = x < context.canvas.clientWidth / 2;
+  if (Number.isNaN(x)) return;
+  context.font = "600 13px system-ui, sans-serif";
+  context.textAlign = left ? "left" : "right";
+  context.lineJoin = "round";
+  context.lineWidth = 4;
+  context.strokeStyle = color("paper");
+  context.fillStyle = color("ink");
+  const at = [name(token), x + (left ? 10 : -10), Math.max(y - 8, 14)];
+  context.strokeText(...at);
+  context.fillText(...at);
 }
 
 // By what the token attends to, or by the layer at which information arrives; null for neither.
@@ -453,12 +469,13 @@ function drawTokens(context, points, order, radius) {
       context.stroke();
     }
   }
+  drawLabel(context, ...points[token]);
 }
 
 // The C-alpha trace, the parts behind first and thinner.
 function drawTrace(box) {
   const { context, width, height } = box, points = layout(width, height);
-  const order = [...points.keys()].sort((a, b) => points[a][2] - points[b][2]);
+  const order = [...points.keys()].sort((a, b) => (points[a][2] || 0) - (points[b][2] || 0));
   const bonds = data.bonds || [];
   $("left-out").textContent = "Lines other than the trace are those of the token. Drag to turn.";
   context.lineCap = "round";
