@@ -182,7 +182,7 @@ class _Page:
                     "subject must be a dict from integers to TokenGraphs, got "
                     f"{key!r}: {type(graph).__name__}"
                 )
-            if graph.num_targets != graph.num_sources:
+            if not graph.has_same_tokens:
                 raise ValueError(
                     "subject must be a graph whose targets and sources are the same tokens, got "
                     f"{graph.num_targets} targets and {graph.num_sources} sources: look at its "
@@ -200,7 +200,8 @@ class _Page:
         self.structure = structure
         if with_graph:
             self.option = "neighbors"
-            values = {k for k in (*NEIGHBORS, self.start or 16) if k < N} or {1}
+            values = {k for k in NEIGHBORS if k < N} or {1}
+            values |= {self.start} if self.start is not None else set()
             self.add_graphs({k: structure.neighbor_graph(k) for k in values})
 
     def add_recording(self, recording: Recording) -> None:
@@ -304,8 +305,9 @@ def _as_path(path: Any) -> Path:
     if not isinstance(path, str | os.PathLike):
         raise ValueError(f"path must be the name of a file, got {type(path).__name__}")
     path = Path(path)
-    if path.is_dir() or not path.parent.is_dir():
-        what = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+    is_folder = os.path.isdir(path)  # which says no to names that are too long; Path.is_dir raises
+    if is_folder or not path.parent.is_dir():
+        what = "it is a folder" if is_folder else f"there is no folder {path.parent}"
         raise ValueError(
             f"path must be a file in an existing folder, got {str(path)!r}, but {what}"
         )

@@ -289,6 +289,6 @@ def test_a_page_that_would_be_too_large_is_refused(path, monkeypatch):
 def test_weights_that_cannot_be_cut_to_fit_are_refused(path, monkeypatch):
     from graphattn.explorer import attention_data
 
-    monkeypatch.setattr(attention_data, "BYTES", 50)
+    monkeypatch.setattr(attention_data, "BYTES", 20)
     with pytest.raises(ValueError, match=r"^recording must have fewer weights.*keep='mean'"):
         ga.explore(MODEL, path, inputs=TOKENS)
