@@ -111,10 +111,9 @@ class Browser:
 
     def point(self, name: str, x: float, y: float, *, click: bool = False) -> None:
         """Move the mouse to a place of an element, in shares of its size, and click there."""
-        script = (
-            f"const it = document.getElementById('{name}'); it.scrollIntoView({block: 'center'});"
-        )
-        script += "const r = it.getBoundingClientRect(); return [r.x, r.y, r.width, r.height]"
+        script = f"const it = document.getElementById('{name}');"
+        script += "it.scrollIntoView({block: 'center'}); const r = it.getBoundingClientRect();"
+        script += "return [r.x, r.y, r.width, r.height]"
         left, top, width, height = self.run(script)
         place = {"x": round(left + x * width), "y": round(top + y * height)}
         actions: list[dict[str, Any]] = [{"type": "pointerMove", "duration": 0, **place}]
