@@ -157,7 +157,7 @@ def test_means_over_heads_are_one_head(path):
 def test_a_page_of_2000_tokens_and_4_layers_is_under_3_megabytes(path, monkeypatch):
     """All weights would be 14 MB as text: the page has the largest, and says what they hold."""
     monkeypatch.setattr(graph_data, "WHOLE", 100)  # what takes seconds is not of this claim
-    model = ga.models.CausalLM(20, 16, depth=4, heads=4, window=128, start_token=False).eval()
+    model = ga.models.CausalLM(20, 16, depth=4, heads=4, window=128).eval()
     with torch.no_grad(), ga.diagnostics.record(model) as recording:
         model(torch.randint(20, (1, 2000), generator=RANDOM))
     graph = ga.causal_window_graph(2000, 128)
@@ -250,7 +250,7 @@ TOKENS = torch.zeros(1, 6, dtype=torch.int64)
         (MODEL, {}, r"^inputs must be given for a model \(CausalLM\), got None"),
         (CONSENSUS, {"inputs": TOKENS}, r"nothing was recorded.*consensus"),
         (ga.causal_graph(5001), {}, r"^subject must have 1 to 5,000 tokens, .* got 5,001"),
-        (ga.bipartite_window_graph(4, 1).targets(0, 2), {}, r"the same tokens, got 2 targets and"),
+        (ga.bipartite_complete_graph(4, 3), {}, r"the same tokens, got 4 targets and 3 sources"),
         ({}, {}, r"at least one graph, got an empty dict"),
         ({1: GRAPH, 2: ga.causal_graph(6)}, {}, r"the same tokens, got 5 and 6"),
         ({"a": GRAPH}, {}, r"from integers to TokenGraphs, got 'a': TokenGraph"),

@@ -32,7 +32,7 @@ def browser(folder):
 @pytest.fixture(scope="module")
 def pages(folder) -> dict[str, Path]:
     """One page of every kind."""
-    model = ga.models.CausalLM(20, 16, depth=2, heads=2, start_token=False).eval()
+    model = ga.models.CausalLM(20, 16, depth=2, heads=2).eval()
     tokens = torch.randint(20, (1, 30), generator=RANDOM)
     turns = torch.arange(24.0) * 1.7
     places = torch.stack([5 * turns.cos(), 5 * turns.sin(), 1.5 * torch.arange(24.0)], dim=1)
@@ -136,7 +136,7 @@ def test_the_tab_key_reaches_every_control_and_the_chosen_token_is_spoken(browse
 
 
 def test_the_weights_of_a_layer_and_a_head_are_those_of_the_model(browser, pages):
-    model = ga.models.CausalLM(20, 16, depth=2, heads=2, start_token=False).eval()
+    model = ga.models.CausalLM(20, 16, depth=2, heads=2).eval()
     tokens = torch.randint(20, (1, 30))
     page = ga.explore(model, pages["flow"].parent / "weights.html", inputs=tokens)
     with torch.no_grad(), ga.diagnostics.record(model) as recording:
