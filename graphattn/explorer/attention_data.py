@@ -13,18 +13,18 @@ from torch import nn
 from graphattn.data import Structure
 from graphattn.diagnostics import Recording, record
 from graphattn.diagnostics.attention.call_statistics import RecordedCall
-from graphattn.explorer.packing import Array, Rows, packed, packed_rows, rows_from, rows_of
+from graphattn.explorer.packing import Array, SortedEdges, packed, packed_rows, rows_from, rows_of
 from graphattn.models import ProteinModel
 
 BYTES = 1_500_000  # of weights and their edges, before they become text
 STEPS = 65_535  # a weight is a whole number of these in the page: three digits are right
 
 
-class Weights(NamedTuple):
+class LayerWeights(NamedTuple):
     """The edges of one call that have a weight in some head, and the weights, [H, E]."""
 
     name: str
-    rows: Rows
+    rows: SortedEdges
     weights: Array
 
 
@@ -51,7 +51,9 @@ def record_model(model: nn.Module, inputs: Any) -> Recording:
     return recording
 
 
-def weights_of(recording: Recording, num_tokens: int | None) -> tuple[list[Weights], list[str]]:
+def weights_of(
+    recording: Recording, num_tokens: int | None
+) -> tuple[list[LayerWeights], list[str]]:
     """Take the first sequence of every call among the same tokens; say what is left out."""
     square = [call for call in recording if call.shape[2] == call.shape[3]]
     sizes = Counter(call.shape[2] for call in square)
@@ -73,7 +75,7 @@ def weights_of(recording: Recording, num_tokens: int | None) -> tuple[list[Weigh
     return [_of_call(call) for call in chosen], notes
 
 
-def _of_call(call: RecordedCall) -> Weights:
+def _of_call(call: RecordedCall) -> LayerWeights:
     N = call.shape[2]
     if call.keep == "mean":
         dense = call.mean_over_heads()[:1, None]
@@ -83,15 +85,15 @@ def _of_call(call: RecordedCall) -> Weights:
         rows = rows_of(call.edges)
         weights = call.weights[0].T.float().cpu().numpy()
         used = (weights > 0).any(axis=0)
-        return Weights(
+        return LayerWeights(
             call.name, rows_from(rows.target[used], rows.source[used], N), weights[:, used]
         )
     found = dense[0].float().cpu().numpy()
     target, source = np.nonzero((found > 0).any(axis=0))
-    return Weights(call.name, rows_from(target, source, N), found[:, target, source])
+    return LayerWeights(call.name, rows_from(target, source, N), found[:, target, source])
 
 
-def joined(calls: list[Weights]) -> tuple[Rows, bool]:
+def joined(calls: list[LayerWeights]) -> tuple[SortedEdges, bool]:
     """Unite the edges of all calls; is one call enough for them?"""
     N = len(calls[0].rows.rowptr) - 1
     keys = [call.rows.target * N + call.rows.source for call in calls]
@@ -100,7 +102,7 @@ def joined(calls: list[Weights]) -> tuple[Rows, bool]:
     return rows_from(every // N, every % N, N), same
 
 
-def attention_data(calls: list[Weights]) -> tuple[list[dict[str, Any]], list[str]]:
+def attention_data(calls: list[LayerWeights]) -> tuple[list[dict[str, Any]], list[str]]:
     """Pack the weights; of too many, the largest ones of every token and layer."""
     N = len(calls[0].rows.rowptr) - 1
     whole = calls
@@ -134,11 +136,11 @@ def attention_data(calls: list[Weights]) -> tuple[list[dict[str, Any]], list[str
     return data, notes
 
 
-def _total(calls: list[Weights]) -> float:
+def _total(calls: list[LayerWeights]) -> float:
     return sum(float(call.weights.sum()) for call in calls)
 
 
-def _largest(call: Weights, most: int) -> Weights:
+def _largest(call: LayerWeights, most: int) -> LayerWeights:
     """Keep the `most` edges of every row whose weight in any head is largest."""
     target = call.rows.target
     order = np.lexsort((-call.weights.max(axis=0), target))
@@ -146,4 +148,4 @@ def _largest(call: Weights, most: int) -> Weights:
     kept = np.sort(order[place < most])
     N = len(call.rows.rowptr) - 1
     rows = rows_from(target[kept], call.rows.source[kept], N)
-    return Weights(call.name, rows, call.weights[:, kept])
+    return LayerWeights(call.name, rows, call.weights[:, kept])

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 import graphattn.spectral as spectral
-from graphattn.explorer.packing import Rows, packed, packed_rows, rows_of
+from graphattn.explorer.packing import SortedEdges, packed, packed_rows, rows_of
 from graphattn.graphs import TokenGraph
 
 WHOLE = 2_000  # tokens up to which all eigenvalues and all reaches are computed, in seconds
@@ -28,7 +28,7 @@ def graph_data(graph: TokenGraph) -> dict[str, Any]:
     }
 
 
-def layers_until_settled(rows: Rows) -> tuple[int, bool]:
+def layers_until_settled(rows: SortedEdges) -> tuple[int, bool]:
     """Count the layers after which nothing new arrives anywhere; has everything then arrived?
 
     A token keeps what it has, as by the residual connection of a layer. Sets of tokens are rows of

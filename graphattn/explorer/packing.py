@@ -13,7 +13,7 @@ from graphattn.graphs import TokenGraph
 Array = NDArray[Any]
 
 
-class Rows(NamedTuple):
+class SortedEdges(NamedTuple):
     """Edges sorted by target: token i sees ``source[rowptr[i]:rowptr[i + 1]]``."""
 
     rowptr: Array
@@ -25,17 +25,17 @@ class Rows(NamedTuple):
         return np.repeat(np.arange(len(self.rowptr) - 1), np.diff(self.rowptr))
 
 
-def rows_of(graph: TokenGraph) -> Rows:
+def rows_of(graph: TokenGraph) -> SortedEdges:
     """List the edges of a graph."""
     rowptr, source = graph.compact_rowptr, graph.compact_edges[0]
-    return Rows(rowptr.cpu().numpy().astype(np.int64), source.cpu().numpy().astype(np.int64))
+    return SortedEdges(rowptr.cpu().numpy().astype(np.int64), source.cpu().numpy().astype(np.int64))
 
 
-def rows_from(target: Array, source: Array, num_tokens: int) -> Rows:
+def rows_from(target: Array, source: Array, num_tokens: int) -> SortedEdges:
     """Make rows of edges that are sorted already."""
     rowptr = np.zeros(num_tokens + 1, dtype=np.int64)
     np.cumsum(np.bincount(target, minlength=num_tokens), out=rowptr[1:])
-    return Rows(rowptr, source.astype(np.int64))
+    return SortedEdges(rowptr, source.astype(np.int64))
 
 
 def packed(numbers: Any, dtype: str) -> str:
@@ -43,7 +43,7 @@ def packed(numbers: Any, dtype: str) -> str:
     return base64.b64encode(np.ascontiguousarray(numbers, dtype=dtype).tobytes()).decode()
 
 
-def packed_rows(rows: Rows) -> dict[str, str]:
+def packed_rows(rows: SortedEdges) -> dict[str, str]:
     """Pack edges as runs of neighbouring sources (first, length), or one by one if that is shorter.
 
     A window is one run per token, so also all pairs of 2,000 tokens are short.

@@ -1,4 +1,4 @@
-"""In a browser, wide and on a phone, the page says what Python computes, by mouse and by keys."""
+"""Pages say in a browser, wide and on a phone, what Python computes: by mouse and by keys."""
 
 from __future__ import annotations
 
