@@ -10,14 +10,24 @@ import math
 import statistics
 import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy
 import torch
-from evidence import once
-from rates import Arm, config_for, prepared_as, spread
+from evidence import Findings, Verdict, once
+from rates import (
+    ENDED,
+    Arm,
+    config_for,
+    cpu_hours,
+    kept,
+    prepared_as,
+    run_arms,
+    spread,
+    table_of,
+)
 from torch.nn.utils import clip_grad_norm_
 
 import graphattn as ga
@@ -116,6 +126,33 @@ def at_equal_cost(
         means.append(statistics.fmean(best))
         deviations.append(spread(best) or 0.0)
     return Pair(means[0], means[1], max(deviations))
+
+
+def measure_in_equal_time(
+    arguments: Namespace,
+    arms: dict[str, Arm],
+    rates: Sequence[float],
+    seeds: int,
+    shared: dict[str, Any],
+    file: str,
+    judge: Callable[[list[dict[str, Any]], dict[str, float]], tuple[Verdict, str]],
+) -> Findings:
+    """Train all arms at all rates with all seeds; `judge` decides from rows and costs of a step."""
+    shared = {**shared, "data": str(Path(arguments.data) / file)}
+    rows = run_arms(arguments, arms, rates, seeds, shared)
+    costs = seconds_per_step(arguments, arms, shared)
+    ended = [row for row in rows if row["status"] in ENDED]
+    verdict, why = judge(ended, costs)
+    return Findings(
+        numbers=[*table_of(rows, list(arms)), *rows_of_costs(costs)] if ended else [],
+        verdict=verdict,
+        why=why,
+        runs=kept(rows),
+        seeds=list(range(seeds)),
+        cpu_hours=cpu_hours(rows),
+        draw=(lambda ax: over_time(ended, costs, ax)) if ended else None,
+        columns=("validation loss (nats)", "deviation"),
+    )
 
 
 def over_time(rows: list[dict[str, Any]], costs: dict[str, float], ax: Any) -> None:

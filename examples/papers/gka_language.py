@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import math
 from argparse import Namespace
-from pathlib import Path
 from typing import Any
 
-from costs import at_equal_cost, over_time, rows_of_costs, seconds_per_step
+from costs import at_equal_cost, measure_in_equal_time
 from evidence import Experiment, Findings, Verdict, main
 from rates import (
-    ENDED,
     Arm,
     best_rate,
     config_of,
-    cpu_hours,
-    kept,
     losses_at,
     means,
-    run_arms,
-    table_of,
 )
 
 RATES = (1e-3, 3.162e-3)
@@ -112,26 +106,14 @@ def judged(rows: list[dict[str, Any]], costs: dict[str, float]) -> tuple[Verdict
 
 
 def measure(arguments: Namespace) -> Findings:
-    shared = {**SHARED, "data": str(Path(arguments.data) / FILE)}
-    rows = run_arms(arguments, ARMS, RATES, SEEDS, shared)
-    costs = seconds_per_step(arguments, ARMS, shared)
-    ended = [row for row in rows if row["status"] in ENDED]
-    verdict, why = judged(ended, costs)
-    numbers = table_of(rows, list(ARMS))
-    for line in numbers:
-        line["mean"], line["spread"] = (
-            None if value is None else bits(value) for value in (line["mean"], line["spread"])
-        )
-    return Findings(
-        numbers=[*numbers, *rows_of_costs(costs)] if ended else [],
-        verdict=verdict,
-        why=why,
-        runs=kept(rows),
-        seeds=list(range(SEEDS)),
-        cpu_hours=cpu_hours(rows),
-        draw=(lambda ax: over_time(ended, costs, ax)) if ended else None,
-        columns=("bits per byte", "deviation"),
-    )
+    found = measure_in_equal_time(arguments, ARMS, RATES, SEEDS, SHARED, FILE, judged)
+    for line in found.numbers:
+        if line["setting"].startswith("lr"):
+            line["mean"], line["spread"] = (
+                None if value is None else bits(value) for value in (line["mean"], line["spread"])
+            )
+    found.columns = ("bits per byte", "deviation")
+    return found
 
 
 if __name__ == "__main__":

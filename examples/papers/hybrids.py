@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from argparse import Namespace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from consensus_text_causal import FILE
 from consensus_text_causal import SHARED as CAUSAL
 from controls import with_blocks
-from costs import at_equal_cost, over_time, rows_of_costs, seconds_per_step
+from costs import at_equal_cost, measure_in_equal_time
 from evidence import Experiment, Findings, Verdict, main
-from rates import ENDED, Arm, config_of, cpu_hours, kept, losses_at, run_arms, table_of
+from rates import Arm, config_of, losses_at
 from sweep_claims import OPTIONS
 
 RATES = (1e-3, 3.162e-3)
@@ -96,21 +95,7 @@ def judged(rows: list[dict[str, Any]], costs: dict[str, float]) -> tuple[Verdict
 
 
 def measure(arguments: Namespace) -> Findings:
-    shared = {**SHARED, "data": str(Path(arguments.data) / FILE)}
-    rows = run_arms(arguments, ARMS, RATES, SEEDS, shared)
-    costs = seconds_per_step(arguments, ARMS, shared)
-    ended = [row for row in rows if row["status"] in ENDED]
-    verdict, why = judged(ended, costs)
-    return Findings(
-        numbers=[*table_of(rows, list(ARMS)), *rows_of_costs(costs)] if ended else [],
-        verdict=verdict,
-        why=why,
-        runs=kept(rows),
-        seeds=list(range(SEEDS)),
-        cpu_hours=cpu_hours(rows),
-        draw=(lambda ax: over_time(ended, costs, ax)) if ended else None,
-        columns=("validation loss (nats)", "deviation"),
-    )
+    return measure_in_equal_time(arguments, ARMS, RATES, SEEDS, SHARED, FILE, judged)
 
 
 if __name__ == "__main__":

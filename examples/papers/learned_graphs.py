@@ -4,24 +4,18 @@ from __future__ import annotations
 
 from argparse import Namespace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from consensus_text_diffusion import FILE, SHARED
-from costs import at_equal_cost, over_time, rows_of_costs, seconds_per_step
+from costs import at_equal_cost, measure_in_equal_time
 from evidence import Experiment, Findings, Verdict, main
 from rates import (
-    ENDED,
     Arm,
     config_of,
-    cpu_hours,
-    kept,
     losses_at,
     means,
-    run_arms,
     spread,
-    table_of,
 )
 from sweep_claims import OPTIONS
 from torch import Tensor, nn
@@ -151,21 +145,7 @@ def judged(rows: list[dict[str, Any]], costs: dict[str, float]) -> tuple[Verdict
 
 
 def measure(arguments: Namespace) -> Findings:
-    shared = {**OF_TRAINING, "data": str(Path(arguments.data) / FILE)}
-    rows = run_arms(arguments, ARMS, [LR], SEEDS, shared)
-    costs = seconds_per_step(arguments, ARMS, shared)
-    ended = [row for row in rows if row["status"] in ENDED]
-    verdict, why = judged(ended, costs)
-    return Findings(
-        numbers=[*table_of(rows, list(ARMS)), *rows_of_costs(costs)] if ended else [],
-        verdict=verdict,
-        why=why,
-        runs=kept(rows),
-        seeds=list(range(SEEDS)),
-        cpu_hours=cpu_hours(rows),
-        draw=(lambda ax: over_time(ended, costs, ax)) if ended else None,
-        columns=("validation loss (nats)", "deviation"),
-    )
+    return measure_in_equal_time(arguments, ARMS, [LR], SEEDS, OF_TRAINING, FILE, judged)
 
 
 if __name__ == "__main__":
