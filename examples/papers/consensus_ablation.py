@@ -8,7 +8,16 @@ from typing import Any
 
 from consensus_text_diffusion import FILE, SHARED
 from evidence import Experiment, Findings, Verdict, main
-from rates import PAPERS_OPTIMIZER, Arm, cpu_hours, kept, losses_at, means, run_arms, spread
+from rates import (
+    PAPERS_OPTIMIZER,
+    Arm,
+    cpu_hours,
+    kept,
+    losses_at,
+    means,
+    run_arms,
+    summary,
+)
 
 LR = 3.162e-3
 SEEDS = 2
@@ -67,13 +76,7 @@ def measure(arguments: Namespace) -> Findings:
     shared = {**SHARED, "data": str(Path(arguments.data) / FILE)}
     rows = run_arms(arguments, ARMS, (LR,), SEEDS, shared)
     numbers = [
-        {
-            "mechanism": "sc",
-            "setting": f"{name} {value}",
-            "mean": means(rows, arm)[LR],
-            "spread": spread(losses_at(rows, arm, LR)),
-            "seeds": len(losses_at(rows, arm, LR)),
-        }
+        summary("sc", f"{name} {value}", losses_at(rows, arm, LR))
         for name, values in VALUES.items()
         for value in values
         if LR in means(rows, arm := arm_of(name, value)[0])

@@ -13,7 +13,7 @@ import torch
 from consensus_ablation import LR, VALUES, arm_of
 from consensus_text_diffusion import FILE
 from evidence import Experiment, Findings, Verdict, main
-from rates import ENDED, spread
+from rates import ENDED, summary
 
 import graphattn as ga
 from graphattn.nn.files import pretrained
@@ -104,16 +104,7 @@ def measure(arguments: Namespace) -> Findings:
         for w in WINDOWS
         if any(run["window"] == w for run in runs)
     }
-    numbers = [
-        {
-            "mechanism": "sc",
-            "setting": f"window {window}",
-            "mean": statistics.fmean(own),
-            "spread": spread(own),
-            "seeds": len(own),
-        }
-        for window, own in by_window.items()
-    ]
+    numbers = [summary("sc", f"window {window}", own) for window, own in by_window.items()]
     means = {window: statistics.fmean(own) for window, own in by_window.items()}
     verdict: Verdict = "open"
     why = f"{len(means)} of {len(WINDOWS)} windows are trained."

@@ -26,6 +26,7 @@ from rates import (
     prepared_as,
     run_arms,
     spread,
+    summary,
     table_of,
 )
 from torch.nn.utils import clip_grad_norm_
@@ -178,13 +179,5 @@ def over_time(rows: list[dict[str, Any]], costs: dict[str, float], ax: Any) -> N
 
 def rows_of_costs(costs: dict[str, float]) -> list[dict[str, Any]]:
     """Return the lines of the table that say what a step costs."""
-    return [
-        {
-            "mechanism": arm,
-            "setting": "CPU milliseconds of a step",
-            "mean": 1000 * seconds,
-            "spread": None,
-            "seeds": 1,
-        }
-        for arm, seconds in costs.items()
-    ]
+    setting = "CPU milliseconds of a step"
+    return [summary(arm, setting, [1000 * seconds]) for arm, seconds in costs.items()]

@@ -12,7 +12,7 @@ import torch
 from evidence import Experiment, Findings, Verdict, main
 from gka_vision import SEEDS
 from images import DATA, MNIST, arms_of
-from rates import prepared_as, run_at, spread
+from rates import prepared_as, run_at, summary
 from torch import Tensor
 
 import graphattn as ga
@@ -152,15 +152,7 @@ def measure(arguments: Namespace) -> Findings:
         for setting in settings:
             values = [each[setting] for each in own if setting in each]
             if values:
-                rows_of_table.append(
-                    {
-                        "mechanism": kind,
-                        "setting": setting,
-                        "mean": fmean(values),
-                        "spread": spread(values),
-                        "seeds": len(values),
-                    }
-                )
+                rows_of_table.append(summary(kind, setting, values))
     verdict, why = judged(found)
     return Findings(
         numbers=rows_of_table,

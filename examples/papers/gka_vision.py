@@ -12,7 +12,7 @@ from typing import Any
 from costs import rows_of_costs, seconds_per_step
 from evidence import Experiment, Findings, Verdict, main, once
 from images import BATCH, DATA, DEPTH, MNIST, SHARED, arms_of, shared_of, write_digits
-from rates import ENDED, Arm, cpu_hours, kept, run_arms, run_at, spread
+from rates import ENDED, Arm, cpu_hours, kept, run_arms, run_at, spread, summary
 
 import graphattn as ga
 
@@ -159,15 +159,7 @@ def measure(arguments: Namespace) -> Findings:
             accuracies = [100 * run["accuracy"] for run in tests
                           if run["arm"] == arm and run["data"] == name]  # fmt: skip
             if accuracies:
-                numbers.append(
-                    {
-                        "mechanism": arm,
-                        "setting": f"{name}: test accuracy (%)",
-                        "mean": statistics.fmean(accuracies),
-                        "spread": spread(accuracies),
-                        "seeds": len(accuracies),
-                    }
-                )
+                numbers.append(summary(arm, f"{name}: test accuracy (%)", accuracies))
         costs = seconds_per_step(own, {arm: arms[arm] for arm in ARMS[:-1]}, shared)
         for line in rows_of_costs(costs):
             numbers.append({**line, "setting": f"{name}: {line['setting']}"})

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from evidence import Experiment, Findings, Verdict, main, once
-from rates import Arm, config_of, cpu_hours, run_arms, spread
+from rates import Arm, config_of, cpu_hours, run_arms, spread, summary
 from torch import Tensor
 
 import graphattn as ga
@@ -175,9 +175,7 @@ def measure(arguments: Namespace) -> Findings:
     for arm in ARMS:
         own = [run for run in runs if run["arm"] == arm]
         for column in own[0].keys() - {"arm", "seed"} if own else ():
-            each = [run[column] for run in own]
-            numbers.append({"mechanism": arm, "setting": column, "mean": statistics.fmean(each),
-                            "spread": spread(each), "seeds": len(each)})  # fmt: skip
+            numbers.append(summary(arm, column, [run[column] for run in own]))
     numbers.sort(key=lambda number: number["setting"])
 
     def draw(ax: Any) -> None:

@@ -11,7 +11,18 @@ from typing import Any
 import torch
 from costs import in_turns, losses_in_time, over_time, seconds_per_step
 from evidence import Experiment, Findings, Verdict, main, once
-from rates import Arm, best_rate, config_of, cpu_hours, kept, means, run_arms, spread, table_of
+from rates import (
+    Arm,
+    best_rate,
+    config_of,
+    cpu_hours,
+    kept,
+    means,
+    run_arms,
+    spread,
+    summary,
+    table_of,
+)
 from torch.nn import functional
 
 import graphattn as ga
@@ -165,9 +176,7 @@ def measure(arguments: Namespace) -> Findings:
         ("rate", {arm: [lr] for arm, lr in chosen.items()}),
     )
     for setting, found in columns:
-        for arm, own in found.items():
-            numbers.append({"mechanism": arm, "setting": setting, "mean": statistics.fmean(own),
-                            "spread": spread(own), "seeds": len(own)})  # fmt: skip
+        numbers += [summary(arm, setting, own) for arm, own in found.items()]
     verdict, why = judged(bits, equal, speed)
 
     return Findings(

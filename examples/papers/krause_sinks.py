@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from costs import losses_in_time, seconds_per_step
 from evidence import Experiment, Findings, Verdict, main, once
-from rates import SMALL, Arm, config_of, cpu_hours, kept, run_arms, spread
+from rates import SMALL, Arm, config_of, cpu_hours, kept, run_arms, summary
 from torch import Tensor, nn
 
 import graphattn as ga
@@ -203,9 +203,7 @@ def measure(arguments: Namespace) -> Findings:
                 columns[column] = [run[which][layer] for run in own]
         columns["loss at equal CPU seconds"] = equal.get(arm, [])
         columns["CPU seconds of a step"] = [seconds[arm]] if arm in seconds else []
-        numbers += [{"mechanism": arm, "setting": name, "mean": statistics.fmean(found),
-                     "spread": spread(found), "seeds": len(found)}
-                    for name, found in columns.items() if found]  # fmt: skip
+        numbers += [summary(arm, name, found) for name, found in columns.items() if found]
 
     def draw(ax: Any) -> None:
         for number, arm in enumerate([*BASE, *ARMS]):

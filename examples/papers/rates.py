@@ -219,15 +219,15 @@ def widths_of(rows: list[dict[str, Any]], tolerance: float) -> list[dict[str, An
     """
     named = [{**row, "mixer": row["arm"]} for row in rows]
     numbers = []
-    for summary in ga.train.summarize_sweep(named, tolerance=tolerance):
-        interval = summary.decades_interval
+    for found in ga.train.summarize_sweep(named, tolerance=tolerance):
+        interval = found.decades_interval
         numbers.append(
             {
-                "mechanism": summary.mixer,
+                "mechanism": found.mixer,
                 "setting": f"decades within {tolerance:g} nats of the best (95 % interval)",
-                "mean": summary.decades,
+                "mean": found.decades,
                 "spread": None if interval is None else "{:.2g} to {:.2g}".format(*interval),
-                "seeds": len({row["seed"] for row in named if row["mixer"] == summary.mixer}),
+                "seeds": len({row["seed"] for row in named if row["mixer"] == found.mixer}),
             }
         )
     return numbers

@@ -12,7 +12,7 @@ import torch
 from costs import losses_in_time, seconds_per_step
 from evidence import Experiment, Findings, Verdict, main, once
 from krause_sinks import FALLS, FILE, LENGTH, MEASURED, SHARED, SINK, WINDOWS, WORSE, marked_text
-from rates import Arm, config_of, cpu_hours, kept, run_arms, spread
+from rates import Arm, config_of, cpu_hours, kept, run_arms, summary
 from torch import Tensor, nn
 
 import graphattn as ga
@@ -166,9 +166,7 @@ def measure(arguments: Namespace) -> Findings:
         columns = {name: [run[name] for run in own] for name in names}
         columns["loss at equal CPU seconds"] = equal.get(arm_name, [])
         columns["CPU seconds of a step"] = [seconds[arm_name]] if arm_name in seconds else []
-        numbers += [{"mechanism": arm_name, "setting": name, "mean": statistics.fmean(found),
-                     "spread": spread(found), "seeds": len(found)}
-                    for name, found in columns.items() if found]  # fmt: skip
+        numbers += [summary(arm_name, name, found) for name, found in columns.items() if found]
 
     def draw(ax: Any) -> None:
         for number, name in enumerate(("first", "leading")):

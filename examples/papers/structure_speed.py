@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from evidence import Experiment, Findings, Verdict, main, once
-from rates import spread
+from rates import summary
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -114,9 +114,9 @@ class Proteins:
         areas = [structure.solvent_accessibility() for structure in self.structures]
         known = torch.cat(areas)
         known = known[known.isfinite()]
-        self.bounds = known.quantile(torch.linspace(0, 1, CLASSES + 1)[1:-1])
-        if bounds is not None:
-            self.bounds = bounds
+        if bounds is None:
+            bounds = known.quantile(torch.linspace(0, 1, CLASSES + 1)[1:-1])
+        self.bounds = bounds
         # Unknown areas get class -100, which the loss leaves out.
         self.classes = [
             torch.bucketize(area, self.bounds).masked_fill(area.isnan(), -100) for area in areas
@@ -187,18 +187,18 @@ def judged(runs: list[dict[str, Any]]) -> tuple[Verdict, str]:
         return "open", f"{len(runs)} of {SEEDS * len(ARMS)} runs are done."
     losses = {arm: [run["loss"] for run in own[arm]] for arm in ARMS}
     mean = {arm: statistics.fmean(losses[arm]) for arm in ARMS}
-    time = {arm: statistics.fmean(run["seconds"] for run in own[arm]) for arm in ARMS}
-    near, pyg = ARMS_OF_NEAREST
+    seconds = {arm: statistics.fmean(run["seconds"] for run in own[arm]) for arm in ARMS}
+    ours, pyg = ARMS_OF_NEAREST
     apart = max(2 * max(statistics.stdev(losses[arm]) for arm in ARMS_OF_NEAREST), 0.02)
-    ratio = time[pyg] / time[near]
-    early = statistics.fmean(loss_in_time(run, time[near]) for run in own["all pairs"])
+    ratio = seconds[pyg] / seconds[ours]
+    early = statistics.fmean(loss_in_time(run, seconds[ours]) for run in own["all pairs"])
     why = (
-        f"Test loss after {STEPS} steps: nearest {mean[near]:.3f}, PyG {mean[pyg]:.3f} (they count "
+        f"Test loss after {STEPS} steps: nearest {mean[ours]:.3f}, PyG {mean[pyg]:.3f} (they count "
         f"as equal within {apart:.3f}), all pairs {mean['all pairs']:.3f}. Steps of PyG take "
-        f"{ratio:.2f} times as long, those of all pairs {time['all pairs'] / time[near]:.2f} "
+        f"{ratio:.2f} times as long, those of all pairs {seconds['all pairs'] / seconds[ours]:.2f} "
         f"times. In the time of nearest, all pairs reach {early:.3f}."
     )
-    held = abs(mean[near] - mean[pyg]) <= apart and ratio >= 1.3 and early > mean[near]
+    held = abs(mean[ours] - mean[pyg]) <= apart and ratio >= 1.3 and early > mean[ours]
     return ("held" if held else "not held"), why
 
 
@@ -224,10 +224,8 @@ def measure(arguments: Namespace) -> Findings:
     for arm in ARMS:
         own = [run for run in runs if run["arm"] == arm]
         for setting, key in (("test loss (nats)", "loss"), ("seconds of training", "seconds")):
-            values = [run[key] for run in own]
-            numbers.append({"mechanism": arm, "setting": setting,
-                            "mean": statistics.fmean(values) if values else None,
-                            "spread": spread(values), "seeds": len(values)})  # fmt: skip
+            if own:
+                numbers.append(summary(arm, setting, [run[key] for run in own]))
 
     def draw(ax: Any) -> None:
         for run in runs:
