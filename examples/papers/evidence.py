@@ -64,7 +64,8 @@ class Findings:
         why: the numbers that decide, in a sentence.
         runs: every run, those that diverged, too.
         seeds: the seeds.
-        cpu_hours: seconds of all runs, of one thread each, divided by 3,600.
+        cpu_hours: seconds of all runs, of one thread each, divided by 3,600. Training runs have
+            seconds of a clock, so this is the most that they can have computed.
         draw: draws the figure into axes.
         columns: what mean and spread are.
     """
@@ -234,8 +235,9 @@ conclusions.
 |---|---|---|
 {rows}
 
-All runs together took {hours} hours of one core. `make results NAME=... DATA=FOLDER` repeats one of
-them; the folder contains the files that its page names. `examples/papers/` has a script for each.
+All runs together took at most {hours} hours of one core. `make results NAME=... DATA=FOLDER`
+repeats one of them; the folder contains the files that its page names. `examples/papers/` has a
+script for each.
 
 ```{{toctree}}
 :hidden:
@@ -285,7 +287,7 @@ def page(record: dict[str, Any], has_figure: bool) -> str:
         lines += [f"The folder contains {given}.", ""]
     if record["numbers"]:
         lines += [
-            f"{len(record['runs'])} runs, {record['cpu_hours']:g} hours of one core "
+            f"{len(record['runs'])} runs, at most {record['cpu_hours']:g} hours of one core "
             f"({record['machine']}). Every run is in `{name}.json`.",
             "",
         ]
