@@ -13,6 +13,7 @@ from torch import nn
 from graphattn.data import Structure
 from graphattn.diagnostics import Recording, record
 from graphattn.diagnostics.attention.call_statistics import RecordedCall
+from graphattn.diagnostics.hidden.evaluating import dropout_off
 from graphattn.explorer.packing import Array, SortedEdges, packed, packed_rows, rows_from, rows_of
 from graphattn.models import ProteinModel
 
@@ -35,19 +36,13 @@ def record_model(model: nn.Module, inputs: Any) -> Recording:
             f"inputs must be given for a model ({type(model).__name__}), got None: give what the "
             "model is called with, a tensor, a tuple of arguments or a dict of keyword arguments"
         )
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        with torch.no_grad(), record(model) as recording:
-            if isinstance(model, ProteinModel) and isinstance(inputs, Structure | str):
-                model.logits(inputs)
-            elif isinstance(inputs, Mapping):
-                model(**inputs)
-            else:
-                model(*(inputs if isinstance(inputs, tuple) else (inputs,)))
-    finally:
-        for module in training:
-            module.training = True
+    with dropout_off(model), torch.no_grad(), record(model) as recording:
+        if isinstance(model, ProteinModel) and isinstance(inputs, Structure | str):
+            model.logits(inputs)
+        elif isinstance(inputs, Mapping):
+            model(**inputs)
+        else:
+            model(*(inputs if isinstance(inputs, tuple) else (inputs,)))
     return recording
 
 

@@ -33,7 +33,7 @@ NEIGHBORS = (4, 8, 16, 32)  # of the residues of a structure: the values of the 
 BOND = 4.5  # Angstrom; consecutive C-alpha atoms are 3.8 apart, so a longer step is a gap
 
 Subject = (
-    TokenGraph | Mapping[int, TokenGraph] | nn.Module | Recording | Structure | ParticleFlow
+    TokenGraph | dict[int, TokenGraph] | nn.Module | Recording | Structure | ParticleFlow
     | Trajectory
 )  # fmt: skip
 

@@ -16,6 +16,7 @@ for:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -133,6 +134,14 @@ def has_values(x: Tensor) -> bool:
                 return False
             x = torch._C._functorch.get_unwrapped(x)
     return not torch._C._functorch.is_legacy_batchedtensor(x)
+
+
+def is_known_finite(x: Tensor) -> bool:
+    """Whether Python can see, in one pass, that all numbers of a tensor are finite.
+
+    False also if only their sum overflows.
+    """
+    return has_values(x) and math.isfinite(x.detach().sum())
 
 
 def nothing_against(_: Any) -> None:

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 Runs = Run | Sequence[Row] | Mapping[str, Run | Sequence[Row]]
 
 SIZE = 4.6, 3.2  # inches; a phone can show this size without making it much smaller
-# Lines with the same colour have different dashes, if there are more lines than colours.
 WHOLE = "whole model"
 LAYER_MEASURES = {  # the name of a measure in the rows and the label of its axis
     "alpha_max": "largest stable learning rate",

@@ -16,7 +16,7 @@ from graphattn.graphs.arguments import as_float, as_int
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.nn.edges.offsets import unlike_a_table
 from graphattn.nn.files.config import Configured
-from graphattn.ops.backends import has_values
+from graphattn.ops.backends import is_known_finite
 from graphattn.ops.inputs import compute_dtype, full_precision
 
 
@@ -252,7 +252,7 @@ class EdgeProjection(Configured, nn.Module):
                 f"one of them, for instance by edge_attr.to({dtype})"
             )
         bias: Tensor
-        if has_values(edge_attr) and math.isfinite(edge_attr.detach().sum()):
+        if is_known_finite(edge_attr):
             bias = self.projection(edge_attr)
             return bias
         # 0 * NaN is NaN, so features of an edge without effect must not reach the gradient.

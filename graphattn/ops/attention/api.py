@@ -11,7 +11,6 @@ from keys relative to a centre of its choice, so that no large numbers cancel.
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal, overload
 
 import torch
@@ -37,7 +36,7 @@ from graphattn.ops.attention.logits.score import (
     score_of,
 )
 from graphattn.ops.attention.structured.recompute import run
-from graphattn.ops.backends import choose, has_values
+from graphattn.ops.backends import choose, is_known_finite
 from graphattn.ops.dropout import draw_seed
 from graphattn.ops.inputs import (
     Valid,
@@ -495,7 +494,7 @@ def _with_extra_mass(out: Tensor, lse: Tensor, eps: float, sink_logits: Tensor |
     use cannot spread.
     """
     share = share_beside_eps(lse.masked_fill(lse.isnan(), torch.inf), eps, sink_logits)[..., None]
-    if has_values(out) and math.isfinite(out.detach().sum()):
+    if is_known_finite(out):
         return out * share
     bad = ~out.isfinite()  # 0 * NaN is NaN
     return torch.where(bad, out * share.detach(), out.masked_fill(bad, 0) * share)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +16,7 @@ from graphattn.ops.backends import (
     choose,
     has_values,
     is_followed,
+    is_known_finite,
     is_watched,
 )
 from graphattn.ops.counting import note_uncounted
@@ -220,7 +220,7 @@ def average(above: Tensor, below: Tensor, eps: float) -> Tensor:
     total = below + eps if eps > 0 else below
     empty = total == 0
     out = above / total.masked_fill(empty, 1)
-    if has_values(out) and math.isfinite(out.detach().sum()):
+    if is_known_finite(out):
         return out
     bad = ~(
         above.isfinite().all(-1, keepdim=True) & total.isfinite() & out.isfinite().all(-1, True)

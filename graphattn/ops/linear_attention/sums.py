@@ -11,15 +11,13 @@ tokens.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.kernels.shared.stored import stores_results
-from graphattn.ops.backends import has_values
+from graphattn.ops.backends import is_known_finite
 from graphattn.ops.edge_cache import cached_by_edges
 from graphattn.ops.inputs import keep_freed_memory
 from graphattn.ops.linear_attention.intervals import Interval, IntervalRun, runs_of
@@ -39,7 +37,7 @@ def sums_over_graph(
     if a.device.type == "cpu":
         keep_freed_memory()
     out = _sums(a, b, c, graph, transposed)
-    if has_values(out) and math.isfinite(out.sum()):
+    if is_known_finite(out):
         return out
     there = (b != 0).any(-1) & (c != 0).any(-1)
     bad = there & ~(b.isfinite().all(-1) & c.isfinite().all(-1))
