@@ -56,7 +56,7 @@ def influence(model: Any, tokens: torch.Tensor) -> torch.Tensor:
         lambda module, given, out: embedded.append(out.detach().requires_grad_()) or embedded[-1]
     )
     try:
-        features = model.encode(tokens)
+        features = model.encode(tokens, **unmasked(model, tokens))
     finally:
         hook.remove()
     middle = TOKENS // 2
@@ -68,6 +68,14 @@ def influence(model: Any, tokens: torch.Tensor) -> torch.Tensor:
         distance = (torch.arange(TOKENS) - centre).abs()
         share.index_add_(0, distance, squared / squared.sum())
     return share / CENTRES
+
+
+def unmasked(model: Any, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the noise level of a text without masks, the lowest of training, if it is an input."""
+    if model.noise_dim is None:
+        return {}
+    time = torch.full(tokens.shape[:1], 1e-3, dtype=torch.float64)
+    return {"noise_level": ga.train.LogLinearNoise().total(time)}
 
 
 def second_moment(share: torch.Tensor) -> float:
