@@ -124,15 +124,47 @@ def test_the_oracle_sums_over_all_paths() -> None:
     assert torch.allclose(model.start @ model.transition, model.start)
 
 
-def test_a_power_is_found_and_influence_ends_at_the_window() -> None:
+@pytest.mark.parametrize(
+    ("ours", "theirs", "verdict"),
+    [
+        ([2.0, 2.1, 2.2], [2.1, 2.2, 2.3], "held"),  # apart by 0.1, which is one deviation
+        ([2.0, 2.1, 2.2], [2.5, 2.6, 2.7], "not held"),
+        ([None] * 3, [None] * 3, "inconclusive"),
+        ([2.0, 2.1, 2.2], [None] * 3, "not held"),
+    ],
+)
+def test_two_layers_that_diverge_do_not_differ(ours, theirs, verdict) -> None:
+    published = script("consensus_published")
+    alike = {lr: [2.0, 2.1, 2.2] for lr in published.RATES}
+    paper, code = published.ARMS
+    rows = rows_of({paper: {**alike, 0.1: ours}, code: {**alike, 0.1: theirs}})
+    found, why = published.judged(rows)
+    assert found == verdict
+    assert "nan" not in why
+
+
+def test_divergence_of_all_is_said_without_ratios_of_infinities() -> None:
+    last = {1.0: [2.0, 2.1], 10.0: [None, None]}
+    rows = rows_of(dict.fromkeys(("sa", "sc", "mix"), last))
+    found, why = script("sweep_claims").flatter(rows, (1.0, 10.0), 2, 0.1)
+    assert found == "not held"
+    assert "nan" not in why
+    assert why.endswith("Refuted, because SC diverges, and MIX does not rise less than SA.")
+
+
+@pytest.mark.parametrize("noise_dim", [None, 4])
+def test_a_power_is_found_and_influence_ends_at_the_window(noise_dim) -> None:
     import graphattn as ga
 
     mixing = script("consensus_mixing")
     assert mixing.power({w: 5.0 * w**3 for w in mixing.WINDOWS}) == pytest.approx(3)
     torch.manual_seed(0)
     model = ga.models.SequenceEncoder(
-        9, 8, depth=2, heads=2, mixer="consensus", window=3, mixer_options={"edge_hidden": 4}
-    )
+        9, 8, depth=2, heads=2, mixer="consensus", window=3, mixer_options={"edge_hidden": 4},
+        noise_dim=noise_dim,
+    )  # fmt: skip
+    for weights in model.parameters():  # a modulation by noise starts at 0, and would stop all
+        torch.nn.init.normal_(weights, std=0.3)
     tokens = torch.randint(9, (2, mixing.TOKENS))
     share = mixing.influence(model.double().eval(), tokens)
     assert float(share.sum()) == pytest.approx(1)

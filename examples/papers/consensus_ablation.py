@@ -64,8 +64,8 @@ def judged(rows: list[dict[str, Any]]) -> tuple[Verdict, str]:
     for name, values in VALUES.items():
         first, last = (means(rows, arm_of(name, value)[0])[LR] for value in (values[0], values[-1]))
         falls[name] = first - last
-    why = "The loss falls by " + ", ".join(
-        f"{fall:.3f} from {name} {VALUES[name][0]} to {VALUES[name][-1]}"
+    why = "The loss changes by " + ", ".join(
+        f"{-fall:+.3f} from {name} {VALUES[name][0]} to {VALUES[name][-1]}"
         for name, fall in falls.items()
     )
     gains_most = falls["window"] > max(falls["rank"], falls["edge_hidden"])
@@ -86,8 +86,11 @@ def measure(arguments: Namespace) -> Findings:
         for name, values in VALUES.items():
             there = [v for v in values if LR in means(rows, arm_of(name, v)[0])]
             ratios = [v / values[0] for v in there]
-            ax.plot(ratios, [means(rows, arm_of(name, v)[0])[LR] for v in there], "o-",
+            (line,) = ax.plot(ratios, [means(rows, arm_of(name, v)[0])[LR] for v in there], "o-",
                     label=f"{name} ({', '.join(map(str, values))})")  # fmt: skip
+            for value, ratio in zip(there, ratios, strict=True):
+                losses = losses_at(rows, arm_of(name, value)[0], LR)
+                ax.plot([ratio] * len(losses), losses, ".", color=line.get_color(), alpha=0.4)
         ax.set(xscale="log", xlabel="value, divided by the smallest one",
                ylabel="validation loss (nats)")  # fmt: skip
         ax.legend()

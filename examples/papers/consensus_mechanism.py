@@ -70,7 +70,7 @@ def judged(pairs: list[tuple[float, float]], done: int, planned: int) -> tuple[V
     correlation = float(spearmanr(*zip(*pairs, strict=True)).statistic)
     why = (
         f"Rank correlation {correlation:.2f} over {len(pairs)} models. The lowest factor is "
-        f"{min(x for x, _ in pairs):.2g} to {max(x for x, _ in pairs):.2g}."
+        f"{min(x for x, _ in pairs):.3g} to {max(x for x, _ in pairs):.3g}."
     )
     if correlation > 0.5:
         return "held", why

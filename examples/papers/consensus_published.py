@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from argparse import Namespace
 from typing import Any
 
@@ -40,7 +41,9 @@ EXPERIMENT = Experiment(
     refuted_if="A larger difference at any of the three rates.",
     config=config_of(ARMS, RATES, SHARED, FILE, "1.1 MB of Shakespeare's plays"),
     notes="The published code rotates the target alone and learns a step per position; see the "
-    "page about the published code.",
+    "page about the published code. The prediction says nothing about a rate at which both layers "
+    "diverge. The first version of this page called such a rate a difference (infinity minus "
+    "infinity), and so the result 'not held'; this was corrected after the runs.",
 )
 
 
@@ -48,14 +51,23 @@ def judged(rows: list[dict[str, Any]]) -> tuple[Verdict, str]:
     counts = [len(losses_at(rows, arm, lr)) for arm in ARMS for lr in RATES]
     if min(counts) < SEEDS:
         return "open", f"{sum(counts)} of {SEEDS * len(counts)} runs are done."
-    parts, agree = [], True
+    parts, agree, without = [], True, []
     for lr in RATES:
         a, b = (means(rows, arm)[lr] for arm in ARMS)
+        if not math.isfinite(a) and not math.isfinite(b):
+            without.append(f"{lr:g}")
+            continue
         deviation = max(spread(losses_at(rows, arm, lr)) or 0.0 for arm in ARMS)
         agree = agree and abs(b - a) <= 2 * deviation
         parts.append(f"{b - a:+.3f} at {lr:g} (deviation {deviation:.3f})")
     why = f"Loss of the published layer minus that of the paper's: {', '.join(parts)}."
-    return ("held" if agree else "not held"), why
+    if without:
+        why += (
+            f" Both layers diverge at {' and '.join(without)}, so no losses can be compared there."
+        )
+    if not agree:
+        return "not held", why
+    return ("inconclusive" if without else "held"), why
 
 
 def measure(arguments: Namespace) -> Findings:

@@ -72,9 +72,12 @@ def flatter(
         + f" at {max(rates):g}"
         for arm in arms
     )
+    shares = ""
+    if math.isfinite(rises["sa"]):
+        sc, mix = (rises[arm] / rises["sa"] for arm in ("sc", "mix"))
+        shares = f"Rise of SC / rise of SA: {sc:.2f}; of MIX: {mix:.2f}. "
     why = (
-        f"Best loss and rise: {text}. Rise of SC / rise of SA: "
-        f"{rises['sc'] / rises['sa']:.2f}; of MIX: {rises['mix'] / rises['sa']:.2f}. MIX is "
+        f"Best loss and rise: {text}. {shares}MIX is "
         f"{behind:+.3f} nats beside the best SA, whose deviation over seeds is {deviation:.3f}."
     )
     if rises["sa"] < too_little:
@@ -83,7 +86,10 @@ def flatter(
     hybrid = behind <= 2 * deviation and rises["mix"] < rises["sa"]
     if gentle and hybrid:
         return "held", why
-    parts = [] if gentle else ["SC rises by more than half of SA's rise"]
+    parts = []
+    if not gentle:
+        finite = math.isfinite(rises["sc"])
+        parts.append("SC rises by more than half of SA's rise" if finite else "SC diverges")
     if behind > 2 * deviation:
         parts.append("MIX is worse than SA at its best rate")
     if rises["mix"] >= rises["sa"]:
