@@ -212,6 +212,9 @@ def measure(arguments: Namespace) -> Findings:
         ax.plot(shares, [1 / (2 * share) for share in shares], "k--", label="1 / (2 range)")
         ax.set(xscale="log", yscale="log", xlabel="range, as a share of the size",
                ylabel="clusters in the end")  # fmt: skip
+        ax.set_xticks(ticks := [0.025, 0.05, 0.1, 0.2, 0.4], [f"{tick:g}" for tick in ticks])
+        ax.set_yticks(ticks := [1, 2, 5, 10, 20], [f"{tick:g}" for tick in ticks])
+        ax.minorticks_off()
         ax.legend()
 
     return Findings(

@@ -208,7 +208,8 @@ def measure(arguments: Namespace) -> Findings:
     def draw(ax: Any) -> None:
         for number, arm in enumerate([*BASE, *ARMS]):
             for place, run in enumerate([run for run in runs if run["arm"] == arm]):
-                layers = range(1, len(run["standard"]) + 1)
+                layers = list(range(1, len(run["standard"]) + 1))
+                ax.set_xticks(layers)
                 ax.plot(layers, run["standard"], "o-", color=f"C{number}", alpha=0.7,
                         label=None if place else arm)  # fmt: skip
         ax.axhline(UNIFORM, color="k", linestyle="--", label="equal weights")
