@@ -27,11 +27,18 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx-mathjax-offline",  # the pages need no network
     "sphinx_copybutton",
-    "myst_parser",
+    "myst_nb",  # includes myst_parser
 ]
 exclude_patterns = ["_build", "_figures"]
 myst_enable_extensions = ["amsmath", "deflist", "dollarmath", "html_image"]
 myst_heading_anchors = 3
+
+# Notebooks have no outputs in git. They always run: a cache would not notice a changed library.
+nb_execution_mode = "force"
+nb_execution_raise_on_error = True
+nb_execution_timeout = 300  # seconds for a cell
+nb_execution_in_temp = True
+nb_merge_streams = True
 
 html_theme = "furo"
 html_title = f"graphattn {version}"

@@ -140,7 +140,8 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             (docs / "_figures" / name).touch()
     with (docs / "conf.py").open("a", encoding="utf-8") as conf:
         conf.write(WITHOUT_FIGURES)
-    command = ["-m", "sphinx", "-Q", "-D", "html_theme=basic", str(docs), str(folder / "html")]
+    options = ["-D", "html_theme=basic", "-D", "nb_execution_mode=off"]
+    command = ["-m", "sphinx", "-Q", *options, str(docs), str(folder / "html")]
     subprocess.run([sys.executable, *command], check=True)
     text = (folder / "html" / "searchindex.js").read_text(encoding="utf-8")
     found: dict[str, Any] = json.loads(text.removeprefix("Search.setIndex(").removesuffix(")"))
