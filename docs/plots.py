@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pictures import save  # beside this file
-
 import graphattn as ga
 
 if TYPE_CHECKING:
@@ -26,7 +24,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def drawn_by_example(function: Callable[..., Any]) -> Figure:
-    """Run the example of a docstring; return the one figure that it makes, out of pyplot's hands."""
+    """Run the example of a docstring, and return the one figure that it makes."""
     import matplotlib.pyplot as plt
 
     name = function.__name__
@@ -48,6 +46,8 @@ def drawn_by_example(function: Callable[..., Any]) -> Figure:
 
 def draw_all(folder: Path, names: list[str] | None = None) -> None:
     """Every thumbnail, or some, as ``folder/plot_NAME.png``."""
+    from pictures import save  # beside this file
+
     for name in names or ga.plot.__all__:
         save(drawn_by_example(getattr(ga.plot, name)), folder / f"plot_{name}.png")
 

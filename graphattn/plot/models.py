@@ -128,7 +128,8 @@ def _title(row: LayerRow) -> str:
     layers = "layer" if len(row.layers) == 1 else "layers"
     edges = f"{row.graph.num_edges:,} edges"
     fits = len(row.pattern) + len(edges) <= WIDEST_LINE
-    return f"{layers} {row.numbers}: {row.mixer}\n{row.pattern}{', ' if fits else chr(10)}{edges}"
+    pattern = row.pattern if len(row.pattern) <= WIDEST_LINE else row.pattern.replace(", ", ",\n")
+    return f"{layers} {row.numbers}: {row.mixer}\n{pattern}{', ' if fits else chr(10)}{edges}"
 
 
 def _share_shades(axes: list[Axes]) -> None:

@@ -58,7 +58,7 @@ def training_curves(
     Example:
         >>> import graphattn as ga
         >>> train = [{"step": s, "split": "train", "loss": 2 + 1 / s} for s in range(1, 41)]
-        >>> held_out = [{"step": s, "split": "validation", "loss": 2.3 + 2 / s} for s in (10, 25, 40)]
+        >>> held_out = [{"step": s, "split": "validation", "loss": 2.3 + 2 / s} for s in (10, 40)]
         >>> ax = ga.plot.training_curves(train + held_out)
         >>> [line.get_label() for line in ax.lines]
         ['training', 'validation']
@@ -119,7 +119,7 @@ def learning_rates(runs: Runs, *, ax: Axes | None = None) -> Axes:
     Example:
         >>> import graphattn as ga
         >>> rates = [min(s / 10, (50 - s) / 40) * 1e-3 for s in range(51)]  # up, then down
-        >>> rows = [{"step": s, "split": "train", "loss": 2.0, "lr": r} for s, r in enumerate(rates)]
+        >>> rows = [{"step": s, "split": "train", "lr": rate} for s, rate in enumerate(rates)]
         >>> ga.plot.learning_rates(rows).get_xlabel()
         'training step'
     """

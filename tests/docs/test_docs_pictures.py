@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("matplotlib", reason="figures need the extra `plots`")
 
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 import graphattn as ga
@@ -26,8 +27,9 @@ def drawn_inside(figure: Figure) -> bool:
         ax.axis("off")
         for text in [*ax.texts, *filter(None, [ax.get_legend()])]:
             text.set_visible(False)
-    figure.canvas.draw()
-    return bool(np.ptp(np.asarray(figure.canvas.buffer_rgba()), axis=(0, 1)).any())
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    return bool(np.ptp(np.asarray(canvas.buffer_rgba()), axis=(0, 1)).any())
 
 
 @pytest.mark.parametrize("name", ga.plot.__all__)
