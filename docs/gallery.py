@@ -320,7 +320,7 @@ def gallery_class_token() -> list[Figure]:
     for digit in (0, 3, 7):
         layers = recorded(digit)
         last = layers[-1]
-        figure, axes = canvas(3.75, 3.1, 2, 3, maps=True)
+        figure, axes = canvas(3.75, 2.75, 2, 3, maps=True)
         draw_digit(axes[0, 0], digit)
         rolled = ga.diagnostics.rollout([r.weights for r in layers], last.graph).flatten()
         maps = [*last.weights.T, rolled]
@@ -353,7 +353,7 @@ def gallery_patches() -> list[Figure]:
     queries = ((2, 2), (4, 4), (6, 6), (2, 6), (6, 2))  # the diagonal, then two other corners
     figures = []
     for title, layer in (("first layer", layers[0]), ("last layer", layers[-1])):
-        figure, axes = canvas(3.75, 3.3, 2, 3, maps=True)
+        figure, axes = canvas(3.75, 2.95, 2, 3, maps=True)
         figure.suptitle(title, fontsize=9, color=INK)
         draw_digit(axes[0, 0], 3)
         weights = layer.weights.mean(dim=-1)
@@ -376,9 +376,9 @@ def gallery_off_diagonal() -> list[Figure]:
         head = int(sigma.argmin())
         weights = layer.weights[:, head]
         own = weights[layer.graph.edge_index[0] == layer.graph.edge_index[1]].mean()
-        figure, ((every, others),) = canvas(3.75, 2.2, 1, 2, maps=True)
+        figure, ((every, others),) = canvas(3.75, 1.9, 1, 2, maps=True)
         ga.plot.attention_weights(weights, layer.graph, ax=every)
-        ga.plot.off_diagonal_attention(weights, layer.graph, ax=others)
+        ga.plot.off_diagonal_attention(weights, layer.graph, most_tokens=65, ax=others)
         name(every, f"layer {depth}, head {head}, σ = {sigma[head]:.2f}\n"
                     f"to itself: {100 * float(own):.0f} %", 8)  # fmt: skip
         name(others, "without the diagonal", 8)
@@ -394,7 +394,7 @@ def gallery_layers() -> Figure:
     from matplotlib.colors import to_rgb
 
     layers = recorded(3)
-    figure, axes = canvas(4.8, 1.85 * len(layers), len(layers), 3, maps=True)
+    figure, axes = canvas(4.8, 1.65 * len(layers), len(layers), 3, maps=True)
     for depth, (layer, row) in enumerate(zip(layers, axes, strict=True)):
         mean = layer.weights.mean(dim=-1)
         ga.plot.attention_weights(mean, layer.graph, colorbar=False, ax=row[0])
@@ -410,8 +410,9 @@ def gallery_layers() -> Figure:
         name(row[2], "over the digit", 8)
         for ax in row[1:]:
             on_image(ax, "pixels")
+            ax.set(xticks=[0, 3, 7], yticks=[0, 3, 7])
         for ax in row:
-            ax.xaxis.label.set_visible(row is axes[-1])
+            ax.xaxis.label.set_visible(ax in axes[-1])
     return figure
 
 
