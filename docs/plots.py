@@ -10,6 +10,8 @@ import doctest
 import inspect
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +33,7 @@ def drawn_by_example(function: Callable[..., Any]) -> Figure:
     examples = doctest.DocTestParser().get_examples(inspect.getdoc(function) or "")
     plt.switch_backend("agg")
     plt.close("all")
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), redirect_stdout(StringIO()):  # not what the example prints
         torch.manual_seed(0)  # the same picture in every build
         exec(compile("".join(e.source for e in examples), f"<example of {name}>", "exec"), {})
     figures = [plt.figure(number) for number in plt.get_fignums()]
