@@ -68,8 +68,10 @@ def benchmark_ratios(rows: Rows, *, ax: Axes | None = None) -> Axes:
                 ax.plot(ratio, y, MARKER[passes], color=COLOUR[passes], markersize=4.5, alpha=0.9)
                 ax.annotate(
                     f"{ratio:,.1f}x" if ratio >= 1 else f"{ratio:.2g}x",
-                    xy=(1 + 0.1 * (1 + list(COLOUR).index(passes)), y),
+                    xy=(1, y),
                     xycoords=ax.get_yaxis_transform(),
+                    xytext=(36 * (1 + list(COLOUR).index(passes)), 0),
+                    textcoords="offset points",
                     va="center",
                     ha="right",
                     fontsize=8,
