@@ -1,5 +1,5 @@
-"""Sphinx configuration; `make docs` builds the site. Figures are drawn first, by figures.py and
-gallery.py.
+"""Sphinx configuration; `make docs` builds the site. Figures are drawn first, by figures.py,
+gallery.py and plots.py.
 """
 
 import os
@@ -113,6 +113,7 @@ def draw_and_list(app) -> None:
     import families
     import figures
     import gallery
+    import plots
     import pretrained
     import records
     import support
@@ -120,8 +121,10 @@ def draw_and_list(app) -> None:
     folder = HERE / "_figures"
     figures.draw_all(folder)
     gallery.draw_all(folder)
+    plots.draw_all(folder)
     tables = {
         "benchmarks": records.markdown,
+        "plots": plots.markdown,
         "pretrained": pretrained.markdown,
         # What runs where: by graph from `graphattn.backends`; the rest by trying it.
         "support": lambda: support.by_graph() + "\n" + support.by_feature(),

@@ -85,8 +85,9 @@ def image_of(digit: int) -> Tensor:
 @cache
 def recorded(digit: int) -> list[ga.diagnostics.AttentionRecord]:
     """The attention of every layer on that image, weights [E, heads]."""
-    with torch.no_grad(), ga.diagnostics.record_attention(trained().model) as layers:
-        trained().model(image_of(digit)[None])
+    model, image = trained().model, image_of(digit)
+    with torch.no_grad(), ga.diagnostics.record_attention(model) as layers:
+        model(image[None])
     return [
         ga.diagnostics.AttentionRecord(r.name, r.weights[0], r.output[0], r.graph) for r in layers
     ]

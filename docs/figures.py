@@ -23,18 +23,21 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 HERE = Path(__file__).resolve().parent
-DPI = 192  # twice the resolution of a screen
+WIDEST = 4.8  # inches of a figure whose labels of 8 points can be read on a phone
 BLUE, ORANGE, FAINT = *COLOURS[:2], "#e4e4e4"
 
 Panel = tuple[str, ga.TokenGraph]
 
 
 def new_figure(panels: int, *, side: float = 2.25) -> tuple[Figure, Sequence[Axes]]:
-    """A row of square axes, `side` inches each; no pyplot, so that no window can open."""
+    """Square axes, at most `side` inches each, in rows that a phone can show; without pyplot."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(panels * side, side + 0.25), layout="compressed")
-    return figure, figure.subplots(1, panels, squeeze=False)[0]
+    columns = 2 if panels == 4 else panels
+    side = min(side, WIDEST / columns)
+    rows = panels // columns
+    figure = Figure(figsize=(columns * side, rows * (side + 0.25)), layout="compressed")
+    return figure, figure.subplots(rows, columns, squeeze=False).flatten()
 
 
 def adjacency(ax: Axes, title: str, graph: ga.TokenGraph) -> None:
@@ -113,7 +116,7 @@ def bigbird_graph() -> Figure:
 
 def grid_window_graph() -> Figure:
     """The matrix, and the window of a pixel in the image plane."""
-    figure, axes = new_figure(4, side=1.95)
+    figure, axes = new_figure(4)
     square = ga.grid_window_graph(5, 5, radius=1, class_token=True)
     adjacency(axes[0], "5 x 5, class_token=True", square)
     large = ga.grid_window_graph(7, 7, radius=2)
@@ -130,7 +133,7 @@ def grid_window_graph() -> Figure:
 
 def grid_block_graph() -> Figure:
     """The matrix of shifted blocks, and the block of a pixel in the image plane."""
-    figure, axes = new_figure(4, side=1.95)
+    figure, axes = new_figure(4)
     plain = ga.grid_block_graph(8, 8, block_size=4)
     shifted = ga.grid_block_graph(8, 8, block_size=4, shift=2)
     adjacency(axes[0], "block_size=4, shift=2", shifted)
@@ -146,7 +149,7 @@ def grid_block_graph() -> Figure:
 
 def volume_window_graph() -> Figure:
     """The frames of a video, and what one pixel of the third sees of them."""
-    figure, axes = new_figure(4, side=1.95)
+    figure, axes = new_figure(4)
     video = ga.volume_window_graph(4, 5, 5, radius=(2, 1, 1), causal=(True, False, False))
     seen = video.to_mask()[62].view(4, 5, 5).int()
     seen[2, 2, 2] = 2
@@ -158,7 +161,7 @@ def volume_window_graph() -> Figure:
 
 def neighborhood_graph() -> Figure:
     """What pixels see: in the middle, in a corner, with dilation, and along a causal axis."""
-    figure, axes = new_figure(4, side=1.95)
+    figure, axes = new_figure(4)
     square = ga.neighborhood_graph((7, 7), kernel_size=3)
     wide = ga.neighborhood_graph((7, 7), kernel_size=3, dilation=2)
     causal = ga.neighborhood_graph((7, 7), kernel_size=3, is_causal=(True, False))
@@ -262,14 +265,14 @@ def filter_response() -> Figure:
 
     graph = ga.window_path_graph(64, window=2)
     eta = ga.spectral.max_step_size(graph)
-    figure = Figure(figsize=(7.2, 2.8), layout="constrained")
-    axes = figure.subplots(1, 2, sharey=True)
+    figure = Figure(figsize=(WIDEST, 5), layout="constrained")
+    axes = figure.subplots(2, 1)
     for ax, title, step in zip(
         axes, ("the largest safe step", "1.5 times that step"), (eta, 1.5 * eta), strict=True
     ):
         ga.plot.filter_response(graph, step, steps=(1, 4, 16), ax=ax)
         ax.set_title(title, fontsize=9, color=INK)
-    axes[1].set_ylabel("")
+    axes[0].set_xlabel("")
     return figure
 
 
@@ -297,7 +300,7 @@ def benchmark_ratios() -> Figure:
         if row["ratio"] is not None and not row["case"].startswith("mixer-")
     ]
     lines = len({(row["case"], row["contender"]) for row in rows})
-    figure = Figure(figsize=(8, 0.8 + 0.2 * lines), layout="constrained")
+    figure = Figure(figsize=(WIDEST, 0.9 + 0.2 * lines), layout="constrained")
     ga.plot.benchmark_ratios(rows, ax=figure.subplots())
     return figure
 
@@ -307,8 +310,8 @@ def benchmark_scaling() -> Figure:
     from matplotlib.figure import Figure
 
     rows = [row for row in recorded_rows() if row["case"].startswith("scaling")]
-    figure = Figure(figsize=(9, 4.4), layout="constrained")
-    for ax, quantity in zip(figure.subplots(1, 2), ("time", "memory"), strict=True):
+    figure = Figure(figsize=(WIDEST, 8.8), layout="constrained")
+    for ax, quantity in zip(figure.subplots(2, 1), ("time", "memory"), strict=True):
         ga.plot.benchmark_scaling(rows, quantity=quantity, ax=ax)
     return figure
 
@@ -384,7 +387,7 @@ def plane(
     colours[highlighted] = ORANGE
     ax.scatter(*points.T.tolist(), s=22, c=colours, zorder=3)
     for token, (x, y) in enumerate(points.tolist()):
-        ax.annotate(str(token), (x, y), (3, 3), textcoords="offset points", fontsize=6, color=INK)
+        ax.annotate(str(token), (x, y), (3, 3), textcoords="offset points", fontsize=7.5, color=INK)
     ax.set_title(f"what token {highlighted} sees", fontsize=8, color=INK)
     ax.set_aspect("equal")
     ax.set_xlim(-0.1, 1.1)
@@ -423,11 +426,10 @@ def two_tracks(title: str, graph: ga.TokenGraph) -> Figure:
 
 def draw_all(folder: Path) -> None:
     """Every picture of the site, as ``folder/NAME.png``."""
-    folder.mkdir(parents=True, exist_ok=True)
+    from pictures import save  # beside this file
+
     for name, draw in {**BUILDERS, **OTHERS}.items():
-        draw().savefig(
-            folder / f"{name}.png", dpi=DPI, facecolor="white", bbox_inches="tight", pad_inches=0.05
-        )
+        save(draw(), folder / f"{name}.png", bbox_inches="tight", pad_inches=0.05)
 
 
 def draw_readme(path: Path) -> None:

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 HERE = Path(__file__).resolve().parent
-DPI = 192  # twice the resolution of a screen
 
 
 def canvas(
@@ -53,19 +52,25 @@ def canvas(
     return figure, figure.subplots(rows, columns, squeeze=False, **options)
 
 
-def name(ax: Axes, title: str) -> None:
-    ax.set_title(title, fontsize=9, color=INK)
+def panel(height: float = 3.0) -> tuple[Figure, Axes]:
+    """One panel of several: two of them fit beside each other on a screen, one on a phone."""
+    figure, ((ax,),) = canvas(3.75, height)
+    return figure, ax
+
+
+def name(ax: Axes, title: str, size: float = 9) -> None:
+    ax.set_title(title, fontsize=size, color=INK)
 
 
 # Consensus: the filter and the rate of mixing.
 
 
-def gallery_low_pass() -> Figure:
+def gallery_low_pass() -> list[Figure]:
     """What a step keeps of every mode, and what that does to a noisy signal."""
     graph = ga.window_path_graph(64, window=2)
     eta = ga.spectral.max_step_size(graph)
     shown = (1, 4, 16, 64)
-    figure, ((left, right),) = canvas(8.4, 3.3, 1, 2)
+    (curves, left), (signals, right) = panel(), panel()
     ga.plot.filter_response(graph, eta, steps=shown, ax=left)
     name(left, "The filter: a window path, N = 64, w = 2")
     noise = torch.randn(64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -84,15 +89,16 @@ def gallery_low_pass() -> Figure:
     right.legend(frameon=False, fontsize=8, loc="upper left")
     styled(right)
     name(right, "A noisy step, filtered")
-    return figure
+    return [curves, signals]
 
 
-def gallery_fiedler() -> Figure:
+def gallery_fiedler() -> list[Figure]:
     """The Fiedler value of window paths between its two bounds, and where between them."""
-    figure, ((by_window, by_length, between),) = canvas(10.2, 3.4, 1, 3)
+    figures, (by_window, by_length, between) = zip(*(panel() for _ in range(3)), strict=True)
     ga.plot.path_fiedler_values(1024, [1, 2, 4, 8, 16, 32, 64, 128, 256], ax=by_window)
     name(by_window, "Wider windows mix faster: w³")
     ga.plot.path_fiedler_values([16, 32, 64, 128, 256, 512, 1024, 2048, 4096], 2, ax=by_length)
+    by_length.set_xticks([16, 64, 256, 1024, 4096])
     name(by_length, "Longer sequences slower: 1 / N²")
     for i, N in enumerate((32, 128, 512)):
         windows = sorted({max(1, round(N / 2 * share / 24)) for share in range(1, 25)})
@@ -112,7 +118,7 @@ def gallery_fiedler() -> Figure:
     between.legend(frameon=False, fontsize=8, loc="center left")
     styled(between)
     name(between, "The upper bound is the near one")
-    return figure
+    return list(figures)
 
 
 # Attention without weights.
@@ -155,19 +161,19 @@ def gallery_clusters() -> Figure:
     """Pixels of an image by cluster, under four patterns, beside KMeans without attention."""
     picture, side = flower(), len(flower().pixels)
     plain = ga.dynamics.cluster(picture.tokens, method="kmeans", num_clusters=2)
-    figure, axes = canvas(8.4, 6.2, 2, 3)
+    figure, axes = canvas(4.8, 7.4, 3, 2)
     axes[0, 0].imshow(picture.pixels.numpy(), interpolation="nearest")
-    name(axes[0, 0], f"input, {side} x {side} pixels = {side * side:,} tokens")
+    name(axes[0, 0], f"input, {side} x {side} pixels\n= {side * side:,} tokens", 8)
     ga.plot.cluster_image(plain, side, side, ax=axes[0, 1])
-    name(axes[0, 1], f"no attention: KMeans, k = 2\nsilhouette {score(picture.tokens, plain)}")
+    name(axes[0, 1], f"no attention: KMeans, k = 2\nsilhouette {score(picture.tokens, plain)}", 8)
     for ax, pattern in zip(axes.flat[2:], PATTERNS, strict=True):
         update = simulated(pattern).updates[-1]
         labels = ga.dynamics.cluster(update, method="kmeans", num_clusters=2)
         merged = int(ga.dynamics.cluster(update).max()) + 1
         ga.plot.cluster_image(labels, side, side, ax=ax)
         same = 100 * agreement(labels, plain)
-        name(ax, f"{pattern}: silhouette {score(update, labels)}\n"
-                 f"{merged} merged; {same:.0f} % as KMeans")  # fmt: skip
+        name(ax, f"{pattern}\nsilhouette {score(update, labels)}\n"
+                 f"{merged} merged; {same:.0f} % as KMeans", 8)  # fmt: skip
     for ax in axes.flat:
         on_image(ax, "pixels")
     return figure
@@ -192,7 +198,7 @@ def on_image(ax: Axes, unit: str) -> None:
 
 def gallery_cluster_counts() -> Figure:
     """How many merged clusters are left, step by step, under the four patterns."""
-    figure, ((ax,),) = canvas(5.6, 3.4)
+    figure, ((ax,),) = canvas(4.8, 3.2)
     ga.plot.cluster_counts({pattern: simulated(pattern) for pattern in PATTERNS}, ax=ax)
     ax.lines[-1].set_linestyle((0, (3, 2)))  # Longformer's covers that of global attention
     ax.legend(frameon=False, fontsize=8)
@@ -201,15 +207,14 @@ def gallery_cluster_counts() -> Figure:
     return figure
 
 
-def gallery_scalings() -> Figure:
+def gallery_scalings() -> list[Figure]:
     """Eigenvalues of the covariance under the three scalings of Attention Clusters, Figure 9."""
     from sklearn.datasets import load_breast_cancer
 
     # Radius, texture, perimeter.
     table = torch.from_numpy(load_breast_cancer().data[:, :3]).double()
-    tables = {"breast cancer, 569 x 3": table, "flower, 4,096 x 3": flower().tokens}
-    figure, axes = canvas(9.6, 5.6, 2, 3)
-    for row, (title, x) in zip(axes, tables.items(), strict=True):
+    figures = []
+    for title, x in (("breast cancer, 569 x 3", table), ("flower, 4,096 x 3", flower().tokens)):
         graph = ga.longformer_graph(len(x), 64, [0])
         runs = {
             scaling: ga.dynamics.simulate(
@@ -219,23 +224,22 @@ def gallery_scalings() -> Figure:
         }
         apart = (runs["sdp"].states - runs["sq"].states).abs().max() / runs["sdp"].max_abs[-1]
         notes = {"sdp": "", "sq": f" (= sdp to {float(apart):.0e})", "sq_inplace": ""}
-        for ax, (scaling, run) in zip(row, runs.items(), strict=True):
+        figure, axes = canvas(3.75, 6.8, 3, 1)
+        figure.suptitle(title, fontsize=10, color=INK)
+        for ax, (scaling, run) in zip(axes.flat, runs.items(), strict=True):
             ga.plot.covariance_spectra(run, ax=ax)
             gap = run.spectra[:, 0] / run.spectra[:, 1]
             name(
                 ax,
-                f"{title}: {scaling}{notes[scaling]}\n"
+                f"{scaling}{notes[scaling]}\n"
                 f"λ1 / λ2: {gap[1]:.1f} → {gap[-1]:,.1f}, largest |x| {run.max_abs[-1]:.1f}",
             )
             ax.set(yscale="log", ylim=(1e-6, 2))  # the gap is a distance
-        for ax in row[1:]:
-            ax.set_ylabel("")
-            ax.tick_params(labelleft=False)
-            ax.get_legend().remove()
-    return figure
+        figures.append(figure)
+    return figures
 
 
-def gallery_flows() -> Figure:
+def gallery_flows() -> list[Figure]:
     """Particles that trust those near them, and particles that listen to all."""
     generator = torch.Generator().manual_seed(4)
     x = 2 * torch.rand(80, 2, generator=generator, dtype=torch.float64) - 1
@@ -249,22 +253,22 @@ def gallery_flows() -> Figure:
             x, sigma=0.5, top_k=8, steps=steps
         ),
     }
-    figure, axes = canvas(11.2, 3.3, 1, 4)
-    for ax, (title, flow) in zip(axes[0], flows.items(), strict=False):
+    figures, axes = zip(*(panel() for _ in range(4)), strict=True)
+    for ax, (title, flow) in zip(axes, flows.items(), strict=False):
         paths(ax, flow)
         clusters = flow.num_clusters()
         name(ax, f"{title}\nends in {clusters} cluster{'s' * (clusters > 1)}")
     for i, flow in enumerate(flows.values()):
         label = ("softmax", "Krause, within 0.4", "Krause, 8 nearest")[i]
         style = ("-", "-", (0, (3, 2)))[i]  # the last two nearly coincide
-        axes[0, 3].plot(flow.spread.clamp(min=1e-12)[:61], color=COLOURS[i], linestyle=style,
+        axes[3].plot(flow.spread.clamp(min=1e-12)[:61], color=COLOURS[i], linestyle=style,
                         linewidth=1.6, label=label)  # fmt: skip
-    axes[0, 3].set(xlabel="step", ylabel="spread (units of the features)", yscale="log",
+    axes[3].set(xlabel="step", ylabel="spread (units of the features)", yscale="log",
                    ylim=(1e-6, 3))  # fmt: skip
-    axes[0, 3].legend(frameon=False, fontsize=8, loc="center right")
-    styled(axes[0, 3])
-    name(axes[0, 3], "Collapse, or not")
-    return figure
+    axes[3].legend(frameon=False, fontsize=8, loc="center right")
+    styled(axes[3])
+    name(axes[3], "Collapse, or not")
+    return list(figures)
 
 
 def paths(ax: Axes, flow: ga.dynamics.ParticleFlow) -> None:
@@ -290,107 +294,98 @@ def draw_digit(ax: Axes, digit: int) -> None:
     on_image(ax, "pixels")
 
 
-def gallery_bandwidths() -> Figure:
+def gallery_bandwidths() -> list[Figure]:
     """What a model that reads digits has learned: one bandwidth per head and layer."""
     from digits import trained
 
     found = trained()
     sigma = ga.diagnostics.bandwidths(found.model).values
-    figure, ((left, right),) = canvas(8.4, 3.3, 1, 2)
+    (shades, left), (lines, right) = panel(), panel()
     ga.plot.bandwidth_map(sigma, ax=left)
     name(left, f"Reads {100 * found.accuracy:.1f} % of 450 held-out digits")
     ga.plot.bandwidth_lines(sigma, ax=right)
     start = {"color": INK, "linewidth": 0.8, "linestyle": (0, (4, 3)), "label": "at the start"}
     right.axhline(found.start, **start)
-    below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16), "ncols": 5}  # free of lines
-    right.legend(frameon=False, fontsize=7, **below)
+    below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.18), "ncols": 3}  # free of lines
+    right.legend(frameon=False, fontsize=8, **below)
     name(right, "The same, head by head")
-    return figure
+    return [shades, lines]
 
 
-def gallery_class_token() -> Figure:
+def gallery_class_token() -> list[Figure]:
     """Where the class token looks, head by head, in the last layer; and the rollout of all."""
     from digits import recorded
 
-    shown = (0, 3, 7)
-    figure, axes = canvas(10.4, 5.1, len(shown), 6, maps=True)
-    for row, digit in zip(axes, shown, strict=True):
+    figures = []
+    for digit in (0, 3, 7):
         layers = recorded(digit)
         last = layers[-1]
-        draw_digit(row[0], digit)
+        figure, axes = canvas(3.75, 2.75, 2, 3, maps=True)
+        draw_digit(axes[0, 0], digit)
         rolled = ga.diagnostics.rollout([r.weights for r in layers], last.graph).flatten()
         maps = [*last.weights.T, rolled]
         darkest = max(float(weights[1:65].max()) for weights in maps)  # of the class token's edges
-        for ax, weights in zip(row[1:], maps, strict=True):
+        for ax, weights in zip(axes.flat[1:], maps, strict=True):
             ga.plot.class_token_attention(weights, last.graph, grid=(8, 8), vmax=darkest, ax=ax)
-    titles = ["held-out digit", *(f"last layer, head {h}" for h in range(4)), "rollout, 4 layers"]
-    tidy_maps(axes, titles)
-    return figure
+        tidy_maps(axes, ["held-out digit", *(f"head {h}" for h in range(4)), "rollout"])
+        figures.append(figure)
+    return figures
 
 
 def tidy_maps(axes: Any, titles: list[str]) -> None:
-    """Titles on the first row of a grid of maps, labels on its edge, a colour bar per row."""
-    for r, row in enumerate(axes):
-        for c, ax in enumerate(row):
-            if r == 0:
-                name(ax, titles[c])
-            ax.set_xlabel("column (pixels)" if r == len(axes) - 1 else "")
-            ax.set_ylabel("row (pixels)" if c == 0 else "")
-            ax.set_xticks([0, 3, 7])
-            ax.set_yticks([0, 3, 7])
-            bar = ax.images[0].colorbar
-            if bar is not None and c < len(row) - 1:
-                bar.remove()  # all of a row have the shades of its last
+    """A title on each of a grid of maps, labels on the edge of the grid, and one colour bar."""
+    for ax, title in zip(axes.flat, titles, strict=True):
+        name(ax, title, 8)
+        ax.set_xlabel("column (pixels)" if ax in axes[-1] else "", fontsize=8)
+        ax.set_ylabel("row (pixels)" if ax in axes[:, 0] else "", fontsize=8)
+        ax.set_xticks([0, 3, 7])
+        ax.set_yticks([0, 3, 7])
+        bar = ax.images[0].colorbar
+        if bar is not None and ax is not axes[-1, -1]:
+            bar.remove()  # all have the shades of the last
 
 
-def gallery_patches() -> Figure:
-    """Where four pixels look: the mean over heads, first and last layer."""
+def gallery_patches() -> list[Figure]:
+    """Where five pixels look: the mean over heads, first and last layer."""
     from digits import recorded
 
     layers = recorded(3)
-    queries = ((2, 2), (4, 4), (6, 6), (2, 6))  # a quarter, half, three quarters; upper right
-    figure, axes = canvas(9.6, 3.9, 2, 5, maps=True)
-    for row, layer in zip(axes, (layers[0], layers[-1]), strict=True):
-        draw_digit(row[0], 3)
+    queries = ((2, 2), (4, 4), (6, 6), (2, 6), (6, 2))  # the diagonal, then two other corners
+    figures = []
+    for title, layer in (("first layer", layers[0]), ("last layer", layers[-1])):
+        figure, axes = canvas(3.75, 2.95, 2, 3, maps=True)
+        figure.suptitle(title, fontsize=9, color=INK)
+        draw_digit(axes[0, 0], 3)
         weights = layer.weights.mean(dim=-1)
         rows = [1 + 8 * down + across for down, across in queries]
         darkest = float(weights.view(65, 65)[rows, 1:].max())
-        for ax, query in zip(row[1:], queries, strict=True):
+        for ax, query in zip(axes.flat[1:], queries, strict=True):
             ga.plot.patch_attention(weights, layer.graph, query, grid=(8, 8), vmax=darkest, ax=ax)
-    titles = ["held-out digit", *(f"from pixel {query}" for query in queries)]
-    tidy_maps(axes, titles)
-    for row, layer in zip(axes, ("first layer", "last layer"), strict=True):
-        row[0].set_ylabel(f"{layer}\nrow (pixels)")
-    return figure
+        tidy_maps(axes, ["held-out digit", *(f"from {query}" for query in queries)])
+        figures.append(figure)
+    return figures
 
 
-def gallery_off_diagonal() -> Figure:
+def gallery_off_diagonal() -> list[Figure]:
     """One head per layer: all weights, and those that tokens give to others."""
     from digits import recorded, trained
 
-    layers = recorded(3)
-    figure, axes = canvas(10.4, 5.2, 2, len(layers), maps=True)
-    for depth, (layer, pair) in enumerate(zip(layers, axes.T, strict=True)):
+    figures = []
+    for depth, layer in enumerate(recorded(3)):
         sigma = ga.diagnostics.bandwidths(trained().model).values[depth]
         head = int(sigma.argmin())
         weights = layer.weights[:, head]
         own = weights[layer.graph.edge_index[0] == layer.graph.edge_index[1]].mean()
-        ga.plot.attention_weights(weights, layer.graph, colorbar=False, ax=pair[0])
-        ga.plot.off_diagonal_attention(weights, layer.graph, colorbar=False, ax=pair[1])
-        name(pair[0], f"layer {depth}, head {head}, σ = {sigma[head]:.2f}\n"
-                      f"to itself: {100 * float(own):.0f} %")  # fmt: skip
-        name(pair[1], "without the diagonal")
-    for ax in axes.flat:
-        colour_bar(ax, "attention weight" if ax in axes[:, -1] else "")
-        ax.set(xlabel="source token j", ylabel="target token i" if ax in axes[:, 0] else "")
-    return figure
-
-
-def colour_bar(ax: Axes, label: str) -> None:
-    bar = ax.figure.colorbar(ax.images[0], ax=ax)
-    bar.set_label(label, color=INK, fontsize=9)
-    bar.ax.tick_params(colors=INK, labelsize=7, width=0.6, length=3)
-    bar.outline.set(color="#999999", linewidth=0.6)
+        figure, ((every, others),) = canvas(3.75, 1.9, 1, 2, maps=True)
+        ga.plot.attention_weights(weights, layer.graph, ax=every)
+        ga.plot.off_diagonal_attention(weights, layer.graph, most_tokens=65, ax=others)
+        name(every, f"layer {depth}, head {head}, σ = {sigma[head]:.2f}\n"
+                    f"to itself: {100 * float(own):.0f} %", 8)  # fmt: skip
+        name(others, "without the diagonal", 8)
+        others.set_ylabel("")
+        every.images[0].colorbar.set_label("")
+        figures.append(figure)
+    return figures
 
 
 def gallery_layers() -> Figure:
@@ -399,85 +394,87 @@ def gallery_layers() -> Figure:
     from matplotlib.colors import to_rgb
 
     layers = recorded(3)
-    figure, axes = canvas(8.6, 2.5 * len(layers), len(layers), 3)
+    figure, axes = canvas(4.8, 1.65 * len(layers), len(layers), 3, maps=True)
     for depth, (layer, row) in enumerate(zip(layers, axes, strict=True)):
         mean = layer.weights.mean(dim=-1)
-        ga.plot.attention_weights(mean, layer.graph, ax=row[0])
+        ga.plot.attention_weights(mean, layer.graph, colorbar=False, ax=row[0])
         ga.plot.class_token_attention(mean, layer.graph, grid=(8, 8), ax=row[1])
+        row[1].images[0].colorbar.remove()  # the titles say what the darkest shade is
         draw_digit(row[2], 3)
         share = mean.view(65, 65)[0, 1:].view(8, 8)
         cover = torch.tensor(to_rgb(COLOURS[1])).expand(8, 8, 3)
         cover = torch.cat([cover, (0.9 * share / share.max())[..., None]], dim=-1)
         row[2].imshow(cover.numpy(), interpolation="bilinear")
-        name(row[0], f"layer {depth}: mean over heads")
-        name(row[1], "class token")
-        name(row[2], "the same, over the digit")
-        row[0].set(xlabel="source token j", ylabel="target token i")
+        name(row[0], f"layer {depth}, up to {float(mean.max()):.2f}", 8)
+        name(row[1], f"class token, up to {float(share.max()):.2f}", 8)
+        name(row[2], "over the digit", 8)
         for ax in row[1:]:
             on_image(ax, "pixels")
+            ax.set(xticks=[0, 3, 7], yticks=[0, 3, 7])
+        for ax in row:
+            ax.xaxis.label.set_visible(ax in axes[-1])
     return figure
 
 
 # Whole models.
 
 
-def gallery_model_graphs() -> Figure:
+def gallery_model_graphs() -> list[Figure]:
     """Which layer sees what: a language model, a vision model and Swin, one row each."""
     from matplotlib.figure import Figure
 
     consensus = {"edge_hidden": 16}
     models: dict[str, tuple[Any, tuple[int, ...]]] = {
-        "CausalLM, 12 layers, mixer 'gka-consensus', windows SSSL (16 and 64), 64 tokens": (
+        "CausalLM, 12 layers, mixer 'gka-consensus',\nwindows SSSL (16 and 64), 64 tokens": (
             ga.models.CausalLM(
                 256, 32, 12, 4, mixer="gka-consensus", window=(16, 64), window_pattern="SSSL",
                 mixer_options=consensus,
             ),
             (64,),
         ),
-        "VisionTransformer, 8 layers: Krause on windows, dot products, VLT; 6 × 6 patches, a class "
-        "token": (
+        "VisionTransformer, 8 layers: Krause on windows,\ndot products, VLT; 6 × 6 patches, "
+        "a class token": (
             ga.models.VisionTransformer(
                 24, 4, 10, 32, 8, 4, radius=1,
                 mixer=["krause"] * 4 + ["dot"] * 2 + ["vlt"] * 2, mixer_options={"top_k": 4},
             ),
             (),
         ),
-        "SwinTransformer, 2 + 2 layers: windows of 4 × 4 on 8 × 8 patches, then all of 4 × 4": (
+        "SwinTransformer, 2 + 2 layers: windows of 4 × 4\non 8 × 8 patches, then all of 4 × 4": (
             ga.models.SwinTransformer(32, 4, 10, 24, (2, 2), (2, 4), window_size=4),
             (),
         ),
     }  # fmt: skip
-    figure = Figure(figsize=(8.6, 8.4), layout="constrained")
-    for part, (title, (model, sizes)) in zip(
-        figure.subfigures(len(models), 1), models.items(), strict=True
-    ):
-        axes = ga.plot.model_graphs(model, *sizes, columns=4, figure=part)
-        for ax in axes:
-            ax.title.set_fontsize(7.5)
-        part.suptitle(title, fontsize=9, color=INK)
-    return figure
+    figures = []
+    for title, (model, sizes) in models.items():
+        figure = Figure(layout="constrained")
+        axes = ga.plot.model_graphs(model, *sizes, columns=2, figure=figure)
+        figure.set_size_inches(4.8, 0.5 + 2.6 * math.ceil(len(axes) / 2))
+        figure.suptitle(title, fontsize=9, color=INK)
+        figures.append(figure)
+    return figures
 
 
-def gallery_structure() -> Figure:
+def gallery_structure() -> list[Figure]:
     """Attention by distance on a coiled coil of three chains: all of it, and that of a residue."""
     x, chain = coiled_coil(chains=3, residues=29)
     graph = ga.knn_graph(x, k=24)
     weights = ga.attention_weights(x[:, None], x[:, None], graph, sigma=4.0)[:, 0]
     names = [f"chain {letter}" for letter in "ABC"]
     core = 29 + 14  # position a of a heptad, in the middle of chain B
-    figure, ((above,), (below,)) = canvas(8.4, 5.6, 2, 1)
+    (pairs, ((above,),)), (one, ((below,),)) = (canvas(4.8, 2.7, maps=True) for _ in range(2))
     ga.plot.structure_attention(
         x, graph, weights, chain_index=chain, strongest=80, min_separation=5, ax=above
     )
-    name(above, "The 80 strongest pairs of residues five or more apart: the core holds the chains "
-                "together")  # fmt: skip
+    name(above, "The 80 strongest pairs of residues five or more apart:\n"
+                "the core holds the chains together")  # fmt: skip
     labels = [f"{'ABC'[int(c)]}{k % 29 + 1}" for k, c in enumerate(chain)]
     ga.plot.structure_attention(
         x, graph, weights, chain_index=chain, chain_names=names, targets=[core],
         min_separation=1, labels=labels, ax=below,
     )  # fmt: skip
     name(below, f"What residue {labels[core]} of the core looks at")
-    return figure
+    return [pairs, one]
 
 
 def coiled_coil(chains: int, residues: int) -> tuple[Tensor, Tensor]:
@@ -505,7 +502,7 @@ def coiled_coil(chains: int, residues: int) -> tuple[Tensor, Tensor]:
 # Training.
 
 
-def gallery_training() -> Figure:
+def gallery_training() -> list[Figure]:
     """Losses of three small runs, what rate one of them bears, and a sweep over two mixers."""
     from sklearn.datasets import load_breast_cancer, load_iris, load_wine
 
@@ -529,14 +526,14 @@ def gallery_training() -> Figure:
         guess = ga.train.frequency_loss(found.train, found.validation, letters)
         short = small.replace(steps=16, evaluate_every=16, out=str(Path(folder, "sweep")))
         rows = ga.train.run_sweep(short, mixers="dot,mix", lrs="1e-4..1:5")
-    figure, ((losses, stable, sweep),) = canvas(9.6, 2.9, 1, 3)
+    figures, (losses, stable, sweep) = zip(*(panel() for _ in range(3)), strict=True)
     ga.plot.training_curves(runs, reference={"guessing by frequency": guess}, ax=losses)
     ga.plot.layer_curves(runs["mix"], "alpha_max", ax=stable)
     ga.plot.sweep_curves(rows, ax=sweep)
     name(losses, "Losses of three mixers")
     name(stable, "Largest stable rate, mixer 'mix'")
     name(sweep, "After 16 steps, by learning rate")
-    return figure
+    return list(figures)
 
 
 # Pretrained models.
@@ -553,7 +550,7 @@ def gallery_pretrained() -> Figure:
     return module.draw(record)
 
 
-FIGURES: dict[str, Callable[[], Figure]] = {
+FIGURES: dict[str, Callable[[], Figure | list[Figure]]] = {
     draw.__name__: draw
     for draw in (
         gallery_low_pass,
@@ -576,12 +573,18 @@ FIGURES: dict[str, Callable[[], Figure]] = {
 
 
 def draw_all(folder: Path, names: list[str] | None = None) -> None:
-    """Every figure, or some, as ``folder/NAME.png``."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Every figure, or some, as ``folder/NAME.png``; its panels, if several, as ``NAME_1.png``."""
+    from pictures import save  # beside this file
+
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # of tensors this small, threads wait for each other most of the time
     for chosen in names or FIGURES:
-        FIGURES[chosen]().savefig(folder / f"{chosen}.png", dpi=DPI, facecolor="white")
+        drawn = FIGURES[chosen]()
+        if not isinstance(drawn, list):
+            save(drawn, folder / f"{chosen}.png")
+            continue
+        for number, figure in enumerate(drawn, 1):
+            save(figure, folder / f"{chosen}_{number}.png")
     torch.set_num_threads(threads)
 
 

@@ -26,8 +26,10 @@ def draw(record: dict[str, Any]) -> Figure:
     """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10.4, 6.6), layout="constrained")
-    axes = figure.subplots(2, 3)
+    # Not wider than a phone can show, so that labels can be read there.
+    figure = Figure(figsize=(4.8, 10.2), layout="constrained")
+    grid = figure.add_gridspec(4, 2, height_ratios=(1, 1, 0.9, 0.75))
+    axes = grid[:2, :].subgridspec(2, 2).subplots()
     antibodies, sentences = record["antibodies"]["rows"], record["sentences"]["rows"]
     before = [row for row in antibodies if not row["fine_tuned"]]
     facts = record["antibodies"]["facts"]
@@ -35,7 +37,7 @@ def draw(record: dict[str, Any]) -> Figure:
         (axes[0], before, "perplexity"),
         (axes[1], sentences, "cosine"),
     ):
-        by_window, by_k = row_of_axes[:2]
+        by_window, by_k = row_of_axes
         by_k.sharey(by_window)  # shared before drawing, so that the limits include both
         all_pairs = [row for row in rows if row["edges"] == 1 and row["mixer"] in ("eager", "rbf")]
         for ax, parameter in ((by_window, "window"), (by_k, "top_k")):
@@ -43,26 +45,25 @@ def draw(record: dict[str, Any]) -> Figure:
             for row in all_pairs:
                 colour = COLOUR[row["mixer"]]
                 ax.axhline(row[quantity], color=colour, linewidth=1, linestyle=DASHES)
-    for ax in axes[0, :2]:
+    for ax in axes[0]:
         ax.set_yscale("log")
         ax.yaxis.set_major_formatter("{x:g}")
         ax.set_yticks([2, 3, 4, 6, 8])
         ax.minorticks_off()
-        ax.set_ylabel("pseudo-perplexity (log scale)")
-    for ax in axes[1, :2]:
-        ax.set_ylabel("cosine to the original embedding")
+    axes[0, 0].set_ylabel("pseudo-perplexity (log scale)")
+    axes[1, 0].set_ylabel("cosine to the original embedding")
     text = record["sentences"]["facts"]
     titles = (
         f"Antibodies: windows\n{facts['masked_residues']} residues of "
         f"{facts['measured_on']} antibodies",
-        "Antibodies: the k largest weights",
+        "Antibodies:\nthe k largest weights",
         f"Sentences: windows\n{text['sentences']} of {text['tokens']:.0f} tokens on average",
-        "Sentences: the k largest weights",
+        "Sentences:\nthe k largest weights",
     )
-    for ax, title in zip(axes[:, :2].flat, titles, strict=True):
+    for ax, title in zip(axes.flat, titles, strict=True):
         ax.set_title(title, fontsize=9, color=INK)
-    fine_tuning(axes[0, 2], antibodies, facts)
-    legend(axes[1, 2])
+    fine_tuning(figure.add_subplot(grid[2, :]), antibodies, facts)
+    legend(figure.add_subplot(grid[3, :]))
     return figure
 
 
@@ -99,7 +100,7 @@ def curves(ax: Axes, rows: Rows, parameter: str, quantity: str) -> None:
     above.minorticks_off()
     ax.minorticks_off()
     above.set_xlabel("share of edges kept", fontsize=8, color="#777777")
-    above.tick_params(colors="#777777", labelsize=7, width=0.6, length=3)
+    above.tick_params(colors="#777777", labelsize=8, width=0.6, length=3)
     above.spines["top"].set(color="#999999", linewidth=0.6)
 
 

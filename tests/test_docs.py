@@ -112,8 +112,9 @@ def test_every_picture_of_a_page_is_drawn_and_every_picture_drawn_is_shown():
     drawn = {*figures.BUILDERS, *figures.OTHERS, *script("gallery").FIGURES}
     shown: set[str] = set()
     for page in DOCS.rglob("*.md"):
-        shown |= set(re.findall(r"_figures/(\w+)\.png", page.read_text(encoding="utf-8")))
-    assert shown == drawn
+        if "_figures" not in page.parts:
+            shown |= set(re.findall(r"_figures/(\w+)\.png", page.read_text(encoding="utf-8")))
+    assert {re.sub(r"_\d+$", "", name) for name in shown} == drawn
 
 
 def test_every_recorded_benchmark_is_shown_with_where_it_comes_from():

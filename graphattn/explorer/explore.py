@@ -233,7 +233,7 @@ class _Page:
                 )
             ]
         if positions is None and structure is not None:
-            positions = structure.ca_positions
+            positions = _longest_across(structure.ca_positions)
             steps = (positions[1:] - positions[:-1]).norm(dim=1)
             joined_on = (steps <= BOND) & (structure.chain_index.diff() == 0)
             self.data["bonds"] = joined_on.int().tolist()
@@ -293,6 +293,15 @@ def _html(title: str, num_tokens: int, notes: list[str], data: dict[str, Any]) -
         script=text("explorer.js"),
         version=__version__,
     )
+
+
+def _longest_across(positions: Tensor) -> Tensor:
+    """Turn places [N, 3] so that the longest direction lies across the page, the next upright."""
+    x = positions.detach().cpu().double()
+    known = x[x.isfinite().all(dim=1)]
+    axes = torch.linalg.svd(known - known.mean(dim=0)).Vh
+    axes[2] *= torch.linalg.det(axes)  # turned, not mirrored
+    return (x - known.mean(dim=0)) @ axes.T
 
 
 def _flat(inputs: Any) -> list[Any]:

@@ -221,6 +221,7 @@ function fresh(canvas) {
 // What does not depend on the token is painted once, and copied until its key changes.
 const layers = new Map();
 function copied(which, key, canvas, paint) {
+  if (!canvas.width || !canvas.height) return; // before the layout of the page; it is drawn again after
   const size = `${canvas.width}x${canvas.height}:${dark.matches}:${key}`;
   let kept = layers.get(which);
   if (!kept || kept.size !== size) {

@@ -34,10 +34,18 @@ def benchmark_ratios(rows: Rows, *, ax: Axes | None = None) -> Axes:
 
     Example:
         >>> import graphattn as ga
-        >>> row = {"case": "window", "contender": "index_add", "passes": "forward", "ratio": 9.0}
-        >>> ax = ga.plot.benchmark_ratios([row, {**row, "contender": "compiled", "ratio": 0.7}])
+        >>> rows = [
+        ...     {"case": case, "contender": contender, "passes": passes, "ratio": ratio}
+        ...     for case, contender, passes, ratio in (
+        ...         ("window", "index_add", "forward", 9.0),
+        ...         ("window", "index_add", "forward + backward", 6.0),
+        ...         ("window", "compiled", "forward", 0.7),
+        ...         ("knn", "index_add", "forward", 12.0),
+        ...     )
+        ... ]
+        >>> ax = ga.plot.benchmark_ratios(rows)
         >>> [tick.get_text() for tick in ax.get_yticklabels()]
-        ['window', 'index_add', 'compiled']
+        ['window', 'index_add', 'compiled', 'knn', 'index_add']
     """
     ratios: dict[str, dict[str, dict[str, float]]] = {}  # case -> contender -> passes -> ratio
     for row in rows:
@@ -48,7 +56,7 @@ def benchmark_ratios(rows: Rows, *, ax: Axes | None = None) -> Axes:
         raise ValueError("rows must have at least one ratio to graphattn, got none")
 
     labels = [line for case, contenders in ratios.items() for line in (case, *contenders)]
-    ax = axes_or_new(ax, 7.2, 0.6 + 0.21 * len(labels))
+    ax = axes_or_new(ax, 4.8, 0.9 + 0.21 * len(labels))
     is_case: list[bool] = []
     for contenders in ratios.values():
         is_case.append(True)
@@ -60,8 +68,10 @@ def benchmark_ratios(rows: Rows, *, ax: Axes | None = None) -> Axes:
                 ax.plot(ratio, y, MARKER[passes], color=COLOUR[passes], markersize=4.5, alpha=0.9)
                 ax.annotate(
                     f"{ratio:,.1f}x" if ratio >= 1 else f"{ratio:.2g}x",
-                    xy=(1 + 0.1 * (1 + list(COLOUR).index(passes)), y),
+                    xy=(1, y),
                     xycoords=ax.get_yaxis_transform(),
+                    xytext=(36 * (1 + list(COLOUR).index(passes)), 0),
+                    textcoords="offset points",
                     va="center",
                     ha="right",
                     fontsize=8,
@@ -77,7 +87,7 @@ def benchmark_ratios(rows: Rows, *, ax: Axes | None = None) -> Axes:
     ax.set_yticks(range(len(labels)), labels, parse_math=False)
     for tick, bold in zip(ax.get_yticklabels(), is_case, strict=True):
         tick.set_fontweight("bold" if bold else "normal")
-    ax.set_xlabel("time of the contender / time of graphattn   (right of 1: graphattn is faster)")
+    ax.set_xlabel("time of the contender / time of graphattn\n(right of 1: graphattn is faster)")
     drawn = {p for case in ratios.values() for of_passes in case.values() for p in of_passes}
     shown = [passes for passes in COLOUR if passes in drawn]
     ax.legend(

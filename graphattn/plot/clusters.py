@@ -54,10 +54,12 @@ def cluster_scatter(
 
     Example:
         >>> import torch, graphattn as ga
-        >>> points = torch.tensor([[0.0, 0.0], [0.1, 0.0], [5.0, 5.0]])
-        >>> ax = ga.plot.cluster_scatter(points, torch.tensor([0, 0, 1]))
+        >>> labels = torch.tensor([0] * 40 + [1] * 30 + [2] * 20)
+        >>> centres = torch.tensor([[0.0, 0.0], [3.0, 1.0], [1.0, 3.0]])
+        >>> points = centres[labels] + 0.5 * torch.randn(90, 2)
+        >>> ax = ga.plot.cluster_scatter(points, labels)
         >>> len(ax.collections)  # one per colour
-        2
+        3
     """
     points = as_tokens("points", points).cpu()
     labels = as_labels("labels", labels, len(points))
@@ -105,9 +107,12 @@ def cluster_image(labels: Tensor, height: int, width: int, *, ax: Axes | None = 
 
     Example:
         >>> import torch, graphattn as ga
-        >>> ax = ga.plot.cluster_image(torch.tensor([0, 0, 1, 1, 0, 2]), 2, 3)
+        >>> row, column = torch.arange(24)[:, None] - 11.5, torch.arange(32) - 15.5
+        >>> radius = (row**2 + column**2).sqrt()
+        >>> labels = torch.bucketize(radius, torch.tensor([6.0, 10.0]))  # a disc, a ring, the rest
+        >>> ax = ga.plot.cluster_image(labels.flatten(), 24, 32)
         >>> ax.images[0].get_array().shape  # rows, columns, colour
-        (2, 3, 3)
+        (24, 32, 3)
     """
     height, width = as_int("height", height, 1), as_int("width", width, 1)
     labels = as_labels("labels", labels, height * width)
@@ -150,7 +155,7 @@ def covariance_spectra(trajectory: Trajectory | HiddenSpectra, *, ax: Axes | Non
     share = spectra / spectra.sum(dim=1, keepdim=True)
     if is_model:
         share = share[:, :MOST_LINES]
-    ax = axes_or_new(ax, 5, 3.2)
+    ax = axes_or_new(ax, 4.6, 3.2)
     for k in range(share.shape[1] - 1, -1, -1):
         name = f"λ{k + 1}" if k < len(COLOURS) else None
         ax.plot(range(len(share)), share[:, k], color=_colour(k), linewidth=1.6, label=name)
@@ -189,7 +194,7 @@ def cluster_counts(
     if not trajectories:
         raise ValueError("trajectories must have at least one trajectory, got none")
     tolerance = as_float("tolerance", tolerance, positive=True)
-    ax = axes_or_new(ax, 5, 3.2)
+    ax = axes_or_new(ax, 4.6, 3.2)
     for i, (name, trajectory) in enumerate(trajectories.items()):
         if _checked(f"trajectories[{name!r}]", trajectory).num_steps == 0:
             raise ValueError(f"each of trajectories must have steps, got none for {name!r}")

@@ -52,7 +52,7 @@ def bandwidth_map(sigma: Tensor, *, ax: Axes | None = None) -> Axes:
         ('layer', 'head')
     """
     sigma = _per_head("sigma", sigma)
-    ax = axes_or_new(ax, 0.8 + 0.35 * len(sigma), 1.4 + 0.25 * sigma.shape[1])
+    ax = axes_or_new(ax, min(4.6, 1.5 + 0.3 * len(sigma)), max(2.8, 1.2 + 0.25 * sigma.shape[1]))
     _image(ax, sigma.T, BANDWIDTH, vmin=None)
     ax.set_aspect("auto")
     integer_ticks(ax.xaxis, ax.yaxis)
@@ -121,13 +121,14 @@ def effective_ranks(
 
     Example:
         >>> import torch, graphattn as ga
-        >>> ax = ga.plot.effective_ranks({"trained": [9.0, 5.0], "weights disabled": [7.0, 3.0]})
+        >>> ranks = {"trained": [9.0, 7.5, 6.0, 5.0], "weights disabled": [9.0, 5.0, 3.5, 3.0]}
+        >>> ax = ga.plot.effective_ranks(ranks)
         >>> [text.get_text() for text in ax.get_legend().get_texts()]
         ['trained', 'weights disabled']
     """
     if not curves:
         raise ValueError("curves must have at least one curve, got none")
-    ax = axes_or_new(ax, 5, 3.2)
+    ax = axes_or_new(ax, 4.6, 3.2)
     for i, (name, values) in enumerate(curves.items()):
         ranks = torch.as_tensor(values).detach().cpu()
         if ranks.dim() != 1 or len(ranks) == 0:
@@ -316,7 +317,7 @@ def _per_head(name: str, values: Any, least: float | None = None) -> Tensor:
 
 
 def _lines_per_head(values: Tensor, label: str, ax: Axes | None) -> Axes:
-    ax = axes_or_new(ax, 5, 3.2)
+    ax = axes_or_new(ax, 4.6, 3.2)
     for head, column in enumerate(values.T):
         ax.plot(
             range(len(column)), column, linewidth=1.2, marker="o", markersize=2.5,
@@ -329,7 +330,8 @@ def _lines_per_head(values: Tensor, label: str, ax: Axes | None) -> Axes:
 
 def _legend(ax: Axes, entries: int) -> None:
     if entries <= 13:  # A legend with more entries would cover the lines.
-        ax.legend(frameon=False, fontsize=7, ncols=1 + (entries - 1) // 7)
+        frame = {"framealpha": 0.8, "edgecolor": "none"}  # lines may lie behind it
+        ax.legend(fontsize=8, ncols=1 + (entries - 1) // 7, **frame)
 
 
 def _image(ax: Axes, cells: Tensor, label: str, *, vmin: float | None, vmax: Any = None) -> None:
@@ -422,7 +424,7 @@ def attention_ablation(
         )
     whole = getattr(spectra["none"], measure)
     change = torch.stack([getattr(spectra[name], measure) - whole for name in blocks])
-    ax = axes_or_new(ax, 1.8 + 0.4 * change.shape[1], 1.2 + 0.3 * len(blocks))
+    ax = axes_or_new(ax, min(4.6, 1.8 + 0.4 * change.shape[1]), max(2.6, 1.2 + 0.3 * len(blocks)))
     limit = float(change.abs().nan_to_num().max()) or 1.0
     image = ax.imshow(
         change.numpy(), cmap="RdBu_r", vmin=-limit, vmax=limit, aspect="auto",

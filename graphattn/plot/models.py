@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure, SubFigure
 
-PANEL = 2.1  # inches
+PANEL = 1.95  # inches
 COLUMNS = 4
 FEWEST = 64  # tokens of a panel whose size is not given
 WIDEST_LINE = 38  # characters that fit into a line of the title above a panel
@@ -87,7 +87,7 @@ def model_graphs(
     for number, (row, ax) in enumerate(zip(rows, axes, strict=True)):
         adjacency(row.graph, colorbar=False, ax=ax)
         ax.set_title(_title(row), fontsize=8, color=INK)
-        ax.tick_params(labelsize=7)
+        ax.tick_params(labelsize=8)
         if number % width:
             ax.set_ylabel("")
         if number + width < len(rows):
@@ -128,7 +128,8 @@ def _title(row: LayerRow) -> str:
     layers = "layer" if len(row.layers) == 1 else "layers"
     edges = f"{row.graph.num_edges:,} edges"
     fits = len(row.pattern) + len(edges) <= WIDEST_LINE
-    return f"{layers} {row.numbers}: {row.mixer}\n{row.pattern}{', ' if fits else chr(10)}{edges}"
+    pattern = row.pattern if len(row.pattern) <= WIDEST_LINE else row.pattern.replace(", ", ",\n")
+    return f"{layers} {row.numbers}: {row.mixer}\n{pattern}{', ' if fits else chr(10)}{edges}"
 
 
 def _share_shades(axes: list[Axes]) -> None:
@@ -139,7 +140,7 @@ def _share_shades(axes: list[Axes]) -> None:
         return
     bar = axes[0].figure.colorbar(coarse[0], ax=axes, shrink=0.8, aspect=30, pad=0.02)
     bar.set_label("share of the pairs of a cell that are edges", color=INK, fontsize=8)
-    bar.ax.tick_params(colors=INK, labelsize=7, width=0.6, length=3)
+    bar.ax.tick_params(colors=INK, labelsize=8, width=0.6, length=3)
     bar.outline.set(color="#999999", linewidth=0.6)
 
     def update_scale(*_: int) -> None:

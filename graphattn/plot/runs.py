@@ -57,10 +57,9 @@ def training_curves(
 
     Example:
         >>> import graphattn as ga
-        >>> rows = [{"step": 1, "split": "train", "loss": 3.0, "lr": 1e-3},
-        ...         {"step": 9, "split": "train", "loss": 2.0, "lr": 1e-3},
-        ...         {"step": 9, "split": "validation", "loss": 2.5}]
-        >>> ax = ga.plot.training_curves(rows)
+        >>> train = [{"step": s, "split": "train", "loss": 2 + 1 / s} for s in range(1, 41)]
+        >>> held_out = [{"step": s, "split": "validation", "loss": 2.3 + 2 / s} for s in (10, 40)]
+        >>> ax = ga.plot.training_curves(train + held_out)
         >>> [line.get_label() for line in ax.lines]
         ['training', 'validation']
     """
@@ -119,9 +118,10 @@ def learning_rates(runs: Runs, *, ax: Axes | None = None) -> Axes:
 
     Example:
         >>> import graphattn as ga
-        >>> rows = [{"step": s, "split": "train", "loss": 2.0, "lr": s * 1e-4} for s in (1, 2, 3)]
-        >>> ga.plot.learning_rates(rows).lines[0].get_xdata().tolist()
-        [1, 2, 3]
+        >>> rates = [min(s / 10, (50 - s) / 40) * 1e-3 for s in range(51)]  # up, then down
+        >>> rows = [{"step": s, "split": "train", "lr": rate} for s, rate in enumerate(rates)]
+        >>> ga.plot.learning_rates(rows).get_xlabel()
+        'training step'
     """
     named = {name: _points(run, "train", "lr") for name, run in _by_name(runs).items()}
     if not any(named.values()):
@@ -263,16 +263,20 @@ def loss_curves(
 
     Example:
         >>> import graphattn as ga
-        >>> ax = ga.plot.loss_curves({"attention": [(0, 4.1), (10, 3.2)], "mix": [(0, 4.0)]})
+        >>> curves = {
+        ...     "attention": [(0, 4.1), (10, 3.4), (20, 3.1), (30, 3.0)],
+        ...     "mix": [(0, 4.1), (10, 3.2), (20, 2.9), (30, 2.8)],
+        ... }
+        >>> ax = ga.plot.loss_curves(curves, reference={"guessing by frequency": 3.3})
         >>> [line.get_label() for line in ax.lines]
-        ['attention', 'mix']
+        ['attention', 'mix', 'guessing by frequency']
     """
     if not curves:
         raise ValueError("curves must have at least one curve, got none")
     for name, points in curves.items():
         if len(points) == 0:
             raise ValueError(f"each of curves must have points, got none for {name!r}")
-    ax = axes_or_new(ax, 5.5, 3.4)
+    ax = axes_or_new(ax, *SIZE)
     for i, (name, points) in enumerate(curves.items()):
         steps, losses = [step for step, _ in points], [loss for _, loss in points]
         numbers = [loss.item() if isinstance(loss, Tensor) else loss for loss in losses]

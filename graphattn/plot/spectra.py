@@ -50,9 +50,10 @@ def laplacian_spectrum(
 
     Example:
         >>> import graphattn as ga
-        >>> ax = ga.plot.laplacian_spectrum(ga.complete_graph(5))
-        >>> [round(float(value), 9) for value in ax.lines[0].get_ydata()]
-        [0.0, 5.0, 5.0, 5.0, 5.0]
+        >>> ax = ga.plot.laplacian_spectrum(ga.window_path_graph(64, window=2))
+        >>> eigenvalues = ax.lines[0].get_ydata()
+        >>> [round(float(value), 2) for value in eigenvalues[[0, 1, -1]]]
+        [0.0, 0.01, 6.24]
     """
     if edge_weight is not None:
         edge_weight = edge_weight.detach()
@@ -62,7 +63,7 @@ def laplacian_spectrum(
     values = numpy.linalg.eigvalsh(L.toarray()).clip(min=0)
     top = values[-1]
     eta = _step_size(step_size, top)
-    ax = axes_or_new(ax, 5, 3.2)
+    ax = axes_or_new(ax, 4.6, 3.2)
     dots = 4.0 if len(values) <= 128 else 2.0
     ax.plot(numpy.arange(len(values)), values, ".", color=COLOURS[0], markersize=dots)
 
@@ -122,7 +123,7 @@ def filter_response(
         edge_weight = edge_weight.detach()
     top = max_eigenvalue(graph, edge_weight)
     eta = _step_size(step_size, top)
-    ax = axes_or_new(ax, 5, 3.2)
+    ax = axes_or_new(ax, 4.6, 3.2)
     grid = torch.linspace(0, top, 400, dtype=torch.float64)
     eigenvalues = None
     if graph.num_tokens <= MOST_EIGENVALUES:
@@ -171,10 +172,14 @@ def path_fiedler_values(
 
     Example:
         >>> import graphattn as ga
-        >>> ax = ga.plot.path_fiedler_values(100, window=[1, 2, 4, 8])
+        >>> ax = ga.plot.path_fiedler_values(100, window=[1, 2, 4, 8, 16])
         >>> ax.get_xlabel(), ax.lines[0].get_xdata()
-        ('window w', array([1, 2, 4, 8]))
+        ('window w', array([ 1,  2,  4,  8, 16]))
     """
+    from matplotlib.ticker import NullLocator
+
+    from graphattn.plot.drawing.ticks import IntegerTicks
+
     over_windows = isinstance(window, Sequence)
     if over_windows == isinstance(num_tokens, Sequence):
         raise ValueError(
@@ -190,7 +195,7 @@ def path_fiedler_values(
     bounds = [path_fiedler_bounds(N, w) for N, w in pairs]
     values = [fiedler_value(window_path_graph(N, w)) for N, w in pairs]
 
-    ax = axes_or_new(ax, 5, 3.4)
+    ax = axes_or_new(ax, 4.6, 3.4)
     lower, upper = zip(*bounds, strict=True)
     ax.plot(x, values, "o", color=COLOURS[1], markersize=3.5, label="measured λ₁", zorder=3)
     ax.fill_between(x, lower, upper, color=COLOURS[0], alpha=0.15, linewidth=0)
@@ -198,6 +203,9 @@ def path_fiedler_values(
         ax.plot(x, bound, style, color=COLOURS[0], linewidth=1.2, label=label)
     ax.set_xscale("log")
     ax.set_yscale("log")
+    ax.xaxis.set_major_locator(IntegerTicks())
+    ax.xaxis.set_major_formatter("{x:,.0f}")
+    ax.xaxis.set_minor_locator(NullLocator())
     title = f"N = {num_tokens:,}" if over_windows else f"w = {window:,}"
     ax.legend(frameon=False, fontsize=8, title=title, title_fontsize=8)
     return styled(ax, "window w" if over_windows else "tokens N", "Fiedler value")
@@ -228,9 +236,11 @@ def theorem_margins(
 
     Example:
         >>> import graphattn as ga
-        >>> ax = ga.plot.theorem_margins({"Remark 4.2": [0.3, 0.01]}, {"mean": ([1e-15], 1e-12)})
+        >>> inequalities = {"Fiedler value": [0.3, 0.2, 0.01], "low-pass filter": [1e-3, 0.5]}
+        >>> equations = {"mean is kept": ([1e-15, 3e-16], 1e-12)}
+        >>> ax = ga.plot.theorem_margins(inequalities, equations)
         >>> [tick.get_text() for tick in ax.get_yticklabels()]
-        ['Remark 4.2', 'mean']
+        ['Fiedler value', 'low-pass filter', 'mean is kept']
     """
     equations = equations or {}
     margins = {
@@ -246,7 +256,7 @@ def theorem_margins(
     for name in names:
         if not len(margins[name] if name in margins else errors[name][0]):
             raise ValueError(f"each claim must have at least one case, got none for {name!r}")
-    ax = axes_or_new(ax, 7.2, 0.8 + 0.26 * len(names))
+    ax = axes_or_new(ax, 4.8, 0.9 + 0.26 * len(names))
     smallest = 1e-17  # Smaller numbers, among them 0, are only rounding and are drawn here.
     draw: dict[str, Any] = {"linestyle": "", "markersize": 6, "alpha": 0.35}
     for y, name in enumerate(names):

@@ -79,13 +79,16 @@ def structure_attention(
 
     Example:
         >>> import torch, graphattn as ga
-        >>> turn = torch.arange(40) * 1.745  # an alpha helix: 100 degrees and 1.5 Angstrom each
-        >>> helix = torch.stack([2.3 * turn.cos(), 2.3 * turn.sin(), 1.5 * torch.arange(40)], dim=1)
-        >>> graph = ga.knn_graph(helix, k=8)
-        >>> weights = ga.attention_weights(helix[:, None], helix[:, None], graph, sigma=3.0)[:, 0]
-        >>> ax = ga.plot.structure_attention(helix, graph, weights, strongest=10)
-        >>> len(ax.collections[-1].get_segments())
-        10
+        >>> turn = torch.arange(20) * 1.745  # an alpha helix: 100 degrees and 1.5 Angstrom each
+        >>> helix = torch.stack([2.3 * turn.cos(), 2.3 * turn.sin(), 1.5 * torch.arange(20)], dim=1)
+        >>> pair = torch.cat([helix, helix + torch.tensor([9.0, 0.0, 0.0])])  # side by side
+        >>> graph = ga.knn_graph(pair, k=12)
+        >>> weights = ga.attention_weights(pair[:, None], pair[:, None], graph, sigma=3.0)[:, 0]
+        >>> ax = ga.plot.structure_attention(
+        ...     pair, graph, weights, chain_index=torch.arange(40) // 20, chain_names=["A", "B"]
+        ... )
+        >>> len(ax.collections[-1].get_segments())  # the strongest pairs
+        20
     """
     x = _checked_positions(ca_positions)
     weights = _checked_weights(weights, graph, len(x))
@@ -109,8 +112,8 @@ def structure_attention(
         scale = (float(shown[0]), float(shown[-1])) if len(shown) else (0.0, 1.0)
     rotated = rotated_to_principal_axes(x)
     across, up = _extent(rotated)
-    height = min(6.5, max(2.4, 5.6 * up / max(across, 1e-6)))
-    ax = axes_or_new(ax, 5.6 + 0.8 * colorbar, height + 0.2, square=True)
+    height = min(5.0, max(2.2, 4.0 * up / max(across, 1e-6)))
+    ax = axes_or_new(ax, 4.0 + 0.8 * colorbar, height + 0.2, square=True)
     ax.set_aspect("equal")
     depth = _depth(rotated)
     _draw_trace(ax, rotated, depth, chain)

@@ -37,16 +37,20 @@ def sweep_curves(rows: Sequence[Mapping[str, Any]], *, ax: Axes | None = None) -
 
     Example:
         >>> import graphattn as ga
-        >>> rows = [{"mixer": "mix", "lr": lr, "seed": 0, "status": "finished", "loss": 1 / lr}
-        ...         for lr in (0.25, 0.5)]
+        >>> losses = {"dot": (3.6, 2.6, 2.3, 3.9), "mix": (3.6, 2.7, 2.2, 2.6)}
+        >>> rows = [
+        ...     {"mixer": mixer, "lr": lr, "seed": 0, "status": "finished", "loss": loss}
+        ...     for mixer, column in losses.items()
+        ...     for lr, loss in zip((1e-4, 1e-3, 1e-2, 1e-1), column)
+        ... ]
         >>> ax = ga.plot.sweep_curves(rows)
-        >>> ax.get_legend().get_texts()[0].get_text(), ax.get_xscale()
-        ('mix', 'log')
+        >>> [text.get_text() for text in ax.get_legend().get_texts()], ax.get_xscale()
+        (['dot', 'mix'], 'log')
     """
     done = [dict(row) for row in rows if row["status"] in ("finished", "diverged")]
     if not done:
         raise ValueError("rows must have at least one trial with a result, got none")
-    ax = axes_or_new(ax, 5.5, 3.6)
+    ax = axes_or_new(ax, 4.6, 3.4)
     ax.set_xscale("log")
     summaries = summarize_sweep(done)
     for i, summary in enumerate(summaries):

@@ -174,6 +174,17 @@ def test_a_page_of_2000_tokens_and_4_layers_is_under_3_megabytes(path, monkeypat
         assert most[i, kept[i]].min() >= left.max()
 
 
+def test_a_structure_lies_across_the_page_and_is_not_mirrored(path):
+    turn = 1.7 * torch.arange(20.0)
+    places = torch.stack([5 * turn.cos(), 2 * turn.sin(), 1.5 * torch.arange(20.0)], dim=1)
+    data = data_of(ga.explore(ga.data.Structure("A" * 20, places), path, start=2))
+    shown = torch.tensor(array(data["positions"], "<f4").reshape(20, 3).copy())
+    across, up, deep = (shown.amax(dim=0) - shown.amin(dim=0)).tolist()
+    assert across > 28 > 11 > up > 9 > 5 > deep
+    volume, before = (torch.linalg.det(x[1:4] - x[:1]) for x in (shown, places))
+    assert float(volume) == pytest.approx(float(before), rel=1e-4)
+
+
 def test_a_structure_has_its_places_its_names_and_its_neighbours(path):
     places = 3.8 * torch.arange(6.0)[:, None] * torch.tensor([1.0, 0.0, 0.0])
     places[4:] += 40
@@ -182,7 +193,8 @@ def test_a_structure_has_its_places_its_names_and_its_neighbours(path):
     )
     data = data_of(ga.explore(structure, path, start=2))
     assert data["labels"][:2] == ["A:G1", "A:W2"]
-    assert array(data["positions"], "<f4").reshape(6, 3) == pytest.approx(places.numpy())
+    shown = torch.tensor(array(data["positions"], "<f4").reshape(6, 3).copy())
+    assert torch.allclose(torch.cdist(shown, shown), torch.cdist(places, places), atol=1e-5)
     assert data["bonds"] == [1, 1, 1, 0, 1]
     assert data["values"] == [2, 4]
     assert edges_in(data["graphs"][0]["edges"]) == pairs(structure.neighbor_graph(2))
