@@ -183,7 +183,7 @@ def test_what_is_distributed_as_source_holds_the_cpp_files(tree, tmp_path):
 
 
 def test_two_builds_of_the_same_files_are_the_same_bytes(tree, tmp_path):
-    """In another folder, at another time, for a user who lets nobody else read his files."""
+    """The second is made in another folder, at another time, of files that nobody else may read."""
     other = tmp_path / "elsewhere" / "copy"
     ignored = shutil.ignore_patterns("build", "*.egg-info", "_native_*")
     shutil.copytree(tree, other, ignore=ignored, copy_function=shutil.copyfile)
