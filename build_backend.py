@@ -6,8 +6,11 @@ adds what they read: a folder of links in the layout of an installation, as a st
 561), which Python itself never imports.
 
 setuptools takes what an earlier build left in build/ for its own: a library of other sources, or of
-a compiler that is no longer there. So a wheel is built without that. Everything else is setuptools'
-own.
+a compiler that is no longer there. So a wheel is built without that.
+
+Two builds of the same files are the same bytes: archives say nothing of when, where and by whom
+they were made. Every file in them has the date ``SOURCE_DATE_EPOCH``, or a fixed one. Everything
+else is setuptools' own.
 
 Where links cannot be made (Windows without its developer mode) the installation is as setuptools
 makes it. A new file directly in graphattn/ is seen after the next installation, a deeper one at
@@ -17,16 +20,19 @@ once.
 from __future__ import annotations
 
 import base64
+import gzip
 import hashlib
 import os
 import shutil
+import stat
+import tarfile
+import time
 import zipfile
 from pathlib import Path
 from typing import Any
 
 from setuptools import build_meta
 from setuptools.build_meta import (  # noqa: F401
-    build_sdist,
     get_requires_for_build_editable,
     get_requires_for_build_sdist,
     get_requires_for_build_wheel,
@@ -36,6 +42,7 @@ from setuptools.build_meta import (  # noqa: F401
 
 TOP = Path(__file__).resolve().parent
 PATH_FILE = "__editable__.graphattn-types.pth"
+DATE = 1580601600  # 2020-02-02, as hatchling has it; zip files know no date before 1980
 
 
 def build_wheel(
@@ -46,7 +53,58 @@ def build_wheel(
     """setuptools' wheel, of nothing that an earlier build left."""
     remove_earlier_build(TOP / "build")
     name: str = build_meta.build_wheel(wheel_directory, config_settings, metadata_directory)
+    level_wheel(Path(wheel_directory, name))
     return name
+
+
+def build_sdist(sdist_directory: str, config_settings: dict[str, Any] | None = None) -> str:
+    """setuptools' source distribution, of the same bytes for the same files."""
+    name: str = build_meta.build_sdist(sdist_directory, config_settings)
+    level_sdist(Path(sdist_directory, name))
+    return name
+
+
+def level_wheel(wheel: Path) -> None:
+    """Give every file in a wheel the same date, and rights that no umask has changed."""
+    before = wheel.with_suffix(".before")
+    wheel.rename(before)
+    date = time.gmtime(source_date())[:6]
+    with zipfile.ZipFile(before) as old, zipfile.ZipFile(wheel, "w") as new:
+        for entry in old.infolist():
+            level = zipfile.ZipInfo(entry.filename, date)
+            level.compress_type = zipfile.ZIP_DEFLATED
+            level.external_attr = rights(entry.external_attr >> 16) << 16
+            new.writestr(level, old.read(entry))
+    before.unlink()
+
+
+def level_sdist(sdist: Path) -> None:
+    """Give every file in a .tar.gz the same date, owner and rights, and sort them by name."""
+    before = sdist.with_suffix(".before")
+    sdist.rename(before)
+    date = source_date()
+    with (
+        tarfile.open(before) as old,
+        sdist.open("wb") as raw,
+        gzip.GzipFile("", "wb", fileobj=raw, mtime=date) as zipped,
+        tarfile.open(fileobj=zipped, mode="w", format=tarfile.PAX_FORMAT) as new,
+    ):
+        for entry in sorted(old.getmembers(), key=lambda entry: entry.name):
+            level = tarfile.TarInfo(entry.name)
+            level.type, level.size, level.mtime = entry.type, entry.size, date
+            level.mode = 0o755 if entry.isdir() else rights(entry.mode)
+            new.addfile(level, old.extractfile(entry) if entry.isfile() else None)
+    before.unlink()
+
+
+def source_date() -> int:
+    """Seconds since 1970: ``SOURCE_DATE_EPOCH``, or `DATE`."""
+    return int(os.environ.get("SOURCE_DATE_EPOCH") or DATE)
+
+
+def rights(mode: int) -> int:
+    """A regular file that all may read, and run if its owner may."""
+    return stat.S_IFREG | (0o755 if mode & stat.S_IXUSR else 0o644)
 
 
 def remove_earlier_build(folder: Path) -> None:

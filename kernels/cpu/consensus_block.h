@@ -167,9 +167,8 @@ struct EdgeBlock {
         T* row = rows.data() + k * width * EDGES<T> + v * L;
         vec<T> square = squared(row, width);
         vec<T> by = broadcast(T(1));
-        const vec<T> is_normal = (square >= T(1 / LARGEST_SQUARE)) & (square <= T(LARGEST_SQUARE))
-                                     ? broadcast(T(1))
-                                     : vec<T>{};
+        const auto is_inside = (square >= T(1 / LARGEST_SQUARE)) & (square <= T(LARGEST_SQUARE));
+        const vec<T> is_normal = is_inside ? broadcast(T(1)) : vec<T>{};
         if (sum(is_normal) != T(L)) {
           vec<T> largest{};
           for (int64_t d = 0; d < width; ++d) {

@@ -58,6 +58,15 @@ extern "C" __attribute__((visibility("default"))) const char* graphattn_instruct
 #endif
 }
 """,
+    "third.cpp": """
+extern "C" __attribute__((visibility("default"))) int has_openmp() {
+#if defined(_OPENMP)
+  return 1;
+#else
+  return 0;
+#endif
+}
+""",
 }
 BUILDS = library.BUILDS if platform.machine() in ("x86_64", "AMD64") else ("base",)
 RUNNABLE = library.RUN_ON.get(torch.backends.cpu.get_cpu_capability(), ("base",))
@@ -173,6 +182,24 @@ def test_what_is_distributed_as_source_holds_the_cpp_files(tree, tmp_path):
     assert not any("_native_" in name for name in names)
 
 
+def test_two_builds_of_the_same_files_are_the_same_bytes(tree, tmp_path):
+    """The second is made in another folder, at another time, of files that nobody else may read."""
+    other = tmp_path / "elsewhere" / "copy"
+    ignored = shutil.ignore_patterns("build", "*.egg-info", "_native_*")
+    shutil.copytree(tree, other, ignore=ignored, copy_function=shutil.copyfile)
+    for path in (other, *other.rglob("*")):
+        path.chmod(0o700 if path.is_dir() else 0o600)
+        os.utime(path, (1, 400_000_000))
+    for what in ("build_wheel", "build_sdist"):
+        _, file, _ = make(tree, what, tmp_path / what)
+        _, again, _ = make(other, what, tmp_path / f"{what}-again")
+        assert file.name == again.name
+        assert file.read_bytes() == again.read_bytes(), what
+    _, dated, _ = make(tree, "build_sdist", tmp_path / "dated", SOURCE_DATE_EPOCH="1700000000")
+    with tarfile.open(dated) as archive:
+        assert {entry.mtime for entry in archive} == {1_700_000_000}
+
+
 def build_in_place(tree: Path, *options: str, **environment: str) -> tuple[list[str], str]:
     """The libraries that lie in the tree after a build, and what it printed."""
     command = "setup.py", "--quiet", "build_ext", "--inplace", *options
@@ -202,6 +229,30 @@ def test_a_build_in_place_makes_every_set_or_none_if_it_is_told_to(tree):
 
 
 @needs_compiler
+def test_a_compiler_without_openmp_builds_libraries_of_one_thread(tree, tmp_path):
+    """Apple's clang refuses -fopenmp."""
+    compiler = tmp_path / "c++"
+    compiler.write_text(
+        "#!/bin/sh\n"
+        'for argument; do [ "$argument" = -fopenmp ] && exit 1; done\n'
+        f'exec {os.environ.get("CXX", "c++")} "$@"\n'
+    )
+    compiler.chmod(0o755)
+    capability = torch.backends.cpu.get_cpu_capability()
+
+    def has_openmp(**environment: str) -> bool:
+        built, said = build_in_place(tree, **environment)
+        assert built == [RUNNABLE[0]], said
+        copy = tmp_path / f"copy{len(list(tmp_path.iterdir()))}"  # a library is loaded once
+        shutil.copytree(tree / CPU, copy)
+        return bool(library.find(copy, "", capability).library.has_openmp())
+
+    if not has_openmp():
+        pytest.skip("the compiler has no OpenMP at all")
+    assert not has_openmp(CXX=str(compiler))
+
+
+@needs_compiler
 def test_only_what_has_changed_is_compiled_again(tree):
     def compiled() -> set[str]:
         """Build, and return the files that are new since the last call."""
@@ -214,7 +265,7 @@ def test_only_what_has_changed_is_compiled_again(tree):
     before: dict[Path, int] = {}
     compiled()
     assert compiled() == set()
-    for name, expected in (("second.cpp", {"second"}), ("first.h", {"first", "second"})):
+    for name, expected in (("second.cpp", {"second"}), ("first.h", {"first", "second", "third"})):
         file = tree / CPU / name
         file.write_text(file.read_text() + "\n")
         assert compiled() == expected
@@ -226,7 +277,7 @@ def test_a_set_that_the_compiler_refuses_is_left_out(tree, tmp_path):
         pytest.skip("this machine runs one instruction set alone")
     best, next_best = RUNNABLE[:2]
     macro = {"v4": "__AVX512F__", "v3": "__AVX2__"}[best]
-    file = tree / CPU / "third.cpp"
+    file = tree / CPU / "refused.cpp"
     file.write_text(f"#if defined({macro})\n#error refused\n#endif\n")
     try:
         assert build_in_place(tree)[0] == [next_best]
