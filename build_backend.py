@@ -8,9 +8,9 @@ adds what they read: a folder of links in the layout of an installation, as a st
 setuptools takes what an earlier build left in build/ for its own: a library of other sources, or of
 a compiler that is no longer there. So a wheel is built without that.
 
-Two builds of the same files are the same bytes: archives say nothing of when, where and by whom
-they were made. Every file in them has the date ``SOURCE_DATE_EPOCH``, or a fixed one. Everything
-else is setuptools' own.
+Two builds of the same files by the same tools are the same bytes: archives say nothing of when,
+where and by whom they were made. Every file in them has the date ``SOURCE_DATE_EPOCH``, or a fixed
+one. Everything else is setuptools' own.
 
 Where links cannot be made (Windows without its developer mode) the installation is as setuptools
 makes it. A new file directly in graphattn/ is seen after the next installation, a deeper one at
@@ -22,6 +22,7 @@ from __future__ import annotations
 import base64
 import gzip
 import hashlib
+import io
 import os
 import shutil
 import stat
@@ -42,7 +43,7 @@ from setuptools.build_meta import (  # noqa: F401
 
 TOP = Path(__file__).resolve().parent
 PATH_FILE = "__editable__.graphattn-types.pth"
-DATE = 1580601600  # 2020-02-02, as hatchling has it; zip files know no date before 1980
+DATE = 1580601600  # 2020-02-02, as hatchling has it
 
 
 def build_wheel(
@@ -68,7 +69,7 @@ def level_wheel(wheel: Path) -> None:
     """Give every file in a wheel the same date, and rights that no umask has changed."""
     before = wheel.with_suffix(".before")
     wheel.rename(before)
-    date = time.gmtime(source_date())[:6]
+    date = time.gmtime(max(source_date(), 315532800))[:6]  # 1980: zip files know no date before
     with zipfile.ZipFile(before) as old, zipfile.ZipFile(wheel, "w") as new:
         for entry in old.infolist():
             level = zipfile.ZipInfo(entry.filename, date)
@@ -91,9 +92,14 @@ def level_sdist(sdist: Path) -> None:
     ):
         for entry in sorted(old.getmembers(), key=lambda entry: entry.name):
             level = tarfile.TarInfo(entry.name)
-            level.type, level.size, level.mtime = entry.type, entry.size, date
-            level.mode = 0o755 if entry.isdir() else rights(entry.mode)
-            new.addfile(level, old.extractfile(entry) if entry.isfile() else None)
+            content = old.extractfile(entry)  # of a link: that of the file it leads to
+            if content:
+                data = content.read()
+                level.size, level.mtime, level.mode = len(data), date, rights(entry.mode)
+                new.addfile(level, io.BytesIO(data))
+            else:
+                level.type, level.mtime, level.mode = entry.type, date, 0o755
+                new.addfile(level)
     before.unlink()
 
 

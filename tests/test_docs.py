@@ -114,7 +114,13 @@ def test_every_picture_of_a_page_is_drawn_and_every_picture_drawn_is_shown():
     for page in DOCS.rglob("*.md"):
         if "_figures" not in page.parts:
             shown |= set(re.findall(r"_figures/(\w+)\.png", page.read_text(encoding="utf-8")))
-    assert {re.sub(r"_\d+$", "", name) for name in shown} == drawn
+    panels: dict[str, list[int]] = {}
+    for name in shown:
+        figure, _, panel = re.fullmatch(r"(.+?)(_(\d+))?", name).groups()  # type: ignore[union-attr]
+        panels.setdefault(figure, []).append(int(panel or 1))
+    assert set(panels) == drawn
+    for figure, numbers in panels.items():
+        assert sorted(numbers) == list(range(1, len(numbers) + 1)), figure
 
 
 def test_every_recorded_benchmark_is_shown_with_where_it_comes_from():

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from graphattn.data import Structure
+from graphattn.data.structures.principal_axes import rotated_to_principal_axes
 from graphattn.diagnostics import Recording
 from graphattn.dynamics import ParticleFlow, Trajectory
 from graphattn.explorer.attention_data import (
@@ -233,7 +234,7 @@ class _Page:
                 )
             ]
         if positions is None and structure is not None:
-            positions = _longest_across(structure.ca_positions)
+            positions = rotated_to_principal_axes(structure.ca_positions.detach().cpu().double())
             steps = (positions[1:] - positions[:-1]).norm(dim=1)
             joined_on = (steps <= BOND) & (structure.chain_index.diff() == 0)
             self.data["bonds"] = joined_on.int().tolist()
@@ -293,15 +294,6 @@ def _html(title: str, num_tokens: int, notes: list[str], data: dict[str, Any]) -
         script=text("explorer.js"),
         version=__version__,
     )
-
-
-def _longest_across(positions: Tensor) -> Tensor:
-    """Turn places [N, 3] so that the longest direction lies across the page, the next upright."""
-    x = positions.detach().cpu().double()
-    known = x[x.isfinite().all(dim=1)]
-    axes = torch.linalg.svd(known - known.mean(dim=0)).Vh
-    axes[2] *= torch.linalg.det(axes)  # turned, not mirrored
-    return (x - known.mean(dim=0)) @ axes.T
 
 
 def _flat(inputs: Any) -> list[Any]:

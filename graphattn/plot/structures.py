@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from graphattn.data.structures.principal_axes import rotated_to_principal_axes
 from graphattn.graphs import TokenGraph
 from graphattn.graphs.arguments import as_float, as_int
 from graphattn.plot.drawing.style import INK, axes_or_new, colour_bar, plain_legend
@@ -127,25 +128,6 @@ def structure_attention(
         colour_bar(ax.collections[-1], "attention weight")
     ax.set_axis_off()
     return ax
-
-
-def rotated_to_principal_axes(x: Tensor) -> Tensor:
-    """Rotate positions [N, 3] to their principal axes.
-
-    The longest direction is horizontal, the second vertical, and the third points to the viewer.
-    The positions are not mirrored, so helices remain right-handed. The first residue lies in the
-    lower left quarter.
-    """
-    known = x[x.isfinite().all(dim=1)]
-    x, known = x - known.mean(dim=0), known - known.mean(dim=0)
-    _, axes = torch.linalg.eigh(known.T @ known)
-    axes = axes.flip(1)  # eigh sorts in ascending order; the longest direction comes first here.
-    for k in (0, 1):
-        if float(known[0] @ axes[:, k]) > 0:
-            axes[:, k] = -axes[:, k]
-    if float(torch.linalg.det(axes)) < 0:
-        axes[:, 2] = -axes[:, 2]
-    return x @ axes
 
 
 # Checks of the arguments.

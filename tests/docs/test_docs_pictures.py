@@ -23,8 +23,11 @@ import plots
 
 def drawn_inside(figure: Figure) -> bool:
     """Whether the pixels inside some axes differ, apart from ticks, labels and frames."""
+    for text in [*figure.texts, *figure.legends]:
+        text.set_visible(False)
     for ax in figure.axes:
         ax.axis("off")
+        ax.set_visible(not hasattr(ax, "_colorbar"))
         for text in [*ax.texts, *filter(None, [ax.get_legend()])]:
             text.set_visible(False)
     canvas = FigureCanvasAgg(figure)

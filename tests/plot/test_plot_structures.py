@@ -11,7 +11,7 @@ import torch
 from matplotlib.figure import Figure
 
 import graphattn as ga
-from graphattn.plot.structures import rotated_to_principal_axes
+from graphattn.data.structures.principal_axes import rotated_to_principal_axes
 
 
 def helix(residues: int, start: float = 0.0) -> torch.Tensor:
