@@ -147,7 +147,7 @@ def test_the_figure_shows_what_was_recorded(example):
     figure = example.figure.draw(record)
     before = [r for r in record["antibodies"]["rows"] if not r["fine_tuned"]]
     shown = ((before, "perplexity"), (record["sentences"]["rows"], "cosine"))
-    for axes, (rows, quantity) in zip((figure.axes[:2], figure.axes[3:5]), shown, strict=True):
+    for axes, (rows, quantity) in zip((figure.axes[:2], figure.axes[2:4]), shown, strict=True):
         for ax, parameter in zip(axes, ("window", "top_k"), strict=True):
             results = [r for r in rows if r["mixer"] == "dot" and r[parameter]]
             drawn = [set(zip(*line.get_data(), strict=True)) for line in ax.lines]
@@ -155,7 +155,7 @@ def test_the_figure_shows_what_was_recorded(example):
             above = [tick.get_text() for tick in ax.child_axes[0].get_xticklabels()]
             assert above == [f"{r['edges']:.0%}" for r in results]
     after = [r["perplexity"] for r in record["antibodies"]["rows"] if r["fine_tuned"]]
-    numbers = {text.get_text() for text in figure.axes[2].texts}
+    numbers = {text.get_text() for text in figure.axes[4].texts}
     assert {f"{perplexity:.2f}" for perplexity in after} <= numbers
 
 
