@@ -36,7 +36,7 @@ myst_heading_anchors = 3
 # Notebooks have no outputs in git. They always run: a cache would not notice a changed library.
 nb_execution_mode = "force"
 nb_execution_raise_on_error = True
-nb_execution_timeout = 300  # seconds for a cell
+nb_execution_timeout = 600  # seconds for a cell; a busy machine takes ten times as long
 nb_execution_in_temp = True
 nb_merge_streams = True
 
