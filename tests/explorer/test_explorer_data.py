@@ -185,6 +185,13 @@ def test_a_structure_lies_across_the_page_and_is_not_mirrored(path):
     assert float(volume) == pytest.approx(float(before), rel=1e-4)
 
 
+def test_a_structure_without_positions_is_drawn_as_a_graph(path):
+    nowhere = ga.data.Structure("GWAT", torch.full((4, 3), torch.nan))
+    data = data_of(ga.explore(nowhere, path, start=1))
+    assert data["labels"] == ["G1", "W2", "A3", "T4"]
+    assert data["bonds"] == [0, 0, 0]
+
+
 def test_a_structure_has_its_places_its_names_and_its_neighbours(path):
     places = 3.8 * torch.arange(6.0)[:, None] * torch.tensor([1.0, 0.0, 0.0])
     places[4:] += 40

@@ -200,6 +200,22 @@ def test_two_builds_of_the_same_files_are_the_same_bytes(tree, tmp_path):
         assert {entry.mtime for entry in archive} == {1_700_000_000}
 
 
+def test_a_file_that_is_a_link_in_an_archive_of_the_source_keeps_its_content(tree, tmp_path):
+    """tarfile writes a hard link where two files of the source are one on disk."""
+    archive = tmp_path / "source.tar.gz"
+    (tmp_path / "b").write_text("text")
+    os.link(tmp_path / "b", tmp_path / "a")
+    with tarfile.open(archive, "w:gz") as new:
+        new.add(tmp_path / "b", "b")
+        new.add(tmp_path / "a", "a")
+        assert new.getmember("a").islnk()
+    code = "import sys, pathlib, build_backend as b; b.level_sdist(pathlib.Path(sys.argv[1]))"
+    subprocess.run([sys.executable, "-c", code, str(archive)], cwd=tree, check=True)
+    with tarfile.open(archive) as new:
+        found = [(entry.name, new.extractfile(entry).read()) for entry in new]
+    assert found == [("a", b"text"), ("b", b"text")]
+
+
 def build_in_place(tree: Path, *options: str, **environment: str) -> tuple[list[str], str]:
     """The libraries that lie in the tree after a build, and what it printed."""
     command = "setup.py", "--quiet", "build_ext", "--inplace", *options
