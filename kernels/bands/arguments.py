@@ -82,13 +82,13 @@ class BandRow(NamedTuple):
 class Sources(NamedTuple):
     """Pointers to the first source of a sequence, for one key head.
 
-    `p_half_square` are stored ||k||^2 / 2, `p_valid` says which sources are valid. Both may be
-    None.
+    `p_pieces` are stored -||k||^2 / 2, in pieces; `p_valid` says which sources are valid. Both may
+    be None.
     """
 
     p_key: Any
     p_value: Any
-    p_half_square: Any
+    p_pieces: Any
     p_valid: Any
 
 

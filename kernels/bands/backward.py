@@ -46,7 +46,7 @@ from graphattn.kernels.bands.math import (
 )
 from graphattn.kernels.shared.exponentials import LOG2E, weights_from
 from graphattn.kernels.shared.layout import side_by_side
-from graphattn.kernels.shared.precision import add_product, product
+from graphattn.kernels.shared.precision import PIECES, add_product, product
 from graphattn.kernels.shared.row_dots import row_dots
 
 
@@ -65,7 +65,7 @@ def d_query_tile(
     """
     # [COLUMNS, BLOCK_D] and [ROWS, COLUMNS]
     b_key, b_affinity = load_affinities(
-        b_query, b_center, key, sources.p_key, sources.p_half_square, i_column, band,
+        b_query, b_center, key, sources.p_key, sources.p_pieces, i_column, band,
         COLUMNS, RBF, STRIDED, MASKED, PRECISION,
     )  # fmt: skip
     o_column = i_column + tl.arange(0, COLUMNS)
@@ -108,7 +108,7 @@ def d_query_tile(
 
 @triton.jit(do_not_specialize=["N", "M", "H", "num_tiles", "origin", "num_words"])
 def d_query_kernel(
-    query, key, value, d_out, p_saved, p_delta, p_d_query, p_d_scale, p_scale, p_half_square,
+    query, key, value, d_out, p_saved, p_delta, p_d_query, p_d_scale, p_scale, p_pieces,
     p_center, p_table, p_kept, p_valid_target, p_valid_source, p_again, bands, N, M, H, num_tiles,
     origin, num_words,
     REPEATS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RBF: tl.constexpr,
@@ -122,8 +122,8 @@ def d_query_kernel(
     i_key_head = i_h // REPEATS
     i_target, i_source = i_b * N + band.i_first_target, i_b * M + band.i_first_source
     i_numbers = (i_b * H + i_h) * N + band.i_first_target
-    if p_half_square is not None:
-        p_half_square += (i_b * (H // REPEATS) + i_key_head) * M + band.i_first_source
+    if p_pieces is not None:
+        p_pieces += ((i_b * (H // REPEATS) + i_key_head) * M + band.i_first_source) * PIECES
     if p_valid_source is not None:
         p_valid_source += i_source
     if p_table is not None:
@@ -131,7 +131,7 @@ def d_query_kernel(
     if p_kept is not None:
         p_kept += i_numbers * num_words
     p_key, p_value = first_row(key, i_source, i_key_head), first_row(value, i_source, i_key_head)
-    sources = Sources(p_key, p_value, p_half_square, p_valid_source)
+    sources = Sources(p_key, p_value, p_pieces, p_valid_source)
     pairs = PairTables(p_table, H, p_kept, num_words)
 
     # [ROWS, BLOCK_D] and [ROWS, BLOCK_DV]
@@ -394,7 +394,7 @@ def backward(
         B * H * tiles["num_tiles"],
         p_d_query=d_query,
         p_d_scale=shares,
-        p_half_square=x.half_squares(),
+        p_pieces=x.half_squares(),
         PARTS=x.parts(choice.rows, choice.columns),
         **upstream,
         **tiles,

@@ -16,6 +16,7 @@ from graphattn.kernels.bands.schedule import BandSchedule, Side
 from graphattn.kernels.bands.top_k import FEW_ROWS, select
 from graphattn.kernels.shared.configuration import SHORT_NAMES, Configuration, made, scales
 from graphattn.kernels.shared.launch import Launch, recording
+from graphattn.kernels.shared.precision import FACTORS, PIECES
 
 
 class Work(NamedTuple):
@@ -168,6 +169,9 @@ def _describe(case: BandCase, bands: BandSchedule, tokens: int, launch: Launch) 
         elif "PARTS" in arguments:
             passes = (iterations,)
         row = work.read_again * case.features * case.dtype.itemsize
+        if arguments.get("p_pieces") is not None:  # another product adds them
+            products += FACTORS.value / case.features
+            row += PIECES.value * torch.bfloat16.itemsize
         gathered = iterations * others * row
     is_main = bool(products) and case.dtype != torch.float32 and width <= 128
     if kernel == "band_select_kernel":

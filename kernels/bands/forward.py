@@ -40,7 +40,7 @@ from graphattn.kernels.bands.math import (
     tile_of_program,
 )
 from graphattn.kernels.shared.exponentials import LN2, LOG2E, level_of
-from graphattn.kernels.shared.precision import add_product
+from graphattn.kernels.shared.precision import PIECES, add_product
 
 
 @triton.jit
@@ -58,7 +58,7 @@ def attend_tile(
     """
     # [ROWS, COLUMNS]
     _, b_affinity = load_affinities(
-        b_query, b_center, key, sources.p_key, sources.p_half_square, i_column, band,
+        b_query, b_center, key, sources.p_key, sources.p_pieces, i_column, band,
         COLUMNS, RBF, STRIDED, MASKED, PRECISION,
     )  # fmt: skip
     o_column = i_column + tl.arange(0, COLUMNS)
@@ -100,7 +100,7 @@ def attend_tile(
 
 @triton.jit(do_not_specialize=["N", "M", "H", "num_tiles", "origin", "num_words"])
 def band_forward_kernel(
-    query, key, value, p_out, p_lse, p_saved, p_scale, p_half_square, p_center, p_table, p_kept,
+    query, key, value, p_out, p_lse, p_saved, p_scale, p_pieces, p_center, p_table, p_kept,
     p_valid_target, p_valid_source, p_again, bands, N, M, H, num_tiles, origin, num_words,
     REPEATS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RBF: tl.constexpr,
     PARTS: tl.constexpr, CAREFUL: tl.constexpr, PRECISION: tl.constexpr,
@@ -116,8 +116,8 @@ def band_forward_kernel(
     i_key_head = i_h // REPEATS
     i_target, i_source = i_b * N + band.i_first_target, i_b * M + band.i_first_source
     i_numbers = (i_b * H + i_h) * N + band.i_first_target
-    if p_half_square is not None:
-        p_half_square += (i_b * (H // REPEATS) + i_key_head) * M + band.i_first_source
+    if p_pieces is not None:
+        p_pieces += ((i_b * (H // REPEATS) + i_key_head) * M + band.i_first_source) * PIECES
     if p_valid_source is not None:
         p_valid_source += i_source
     if p_table is not None:
@@ -125,7 +125,7 @@ def band_forward_kernel(
     if p_kept is not None:
         p_kept += i_numbers * num_words
     p_key, p_value = first_row(key, i_source, i_key_head), first_row(value, i_source, i_key_head)
-    sources = Sources(p_key, p_value, p_half_square, p_valid_source)
+    sources = Sources(p_key, p_value, p_pieces, p_valid_source)
     pairs = PairTables(p_table, H, p_kept, num_words)
 
     # [ROWS, BLOCK_D]
@@ -214,7 +214,7 @@ def forward(inputs: BandInputs, dtype: torch.dtype | None = None) -> tuple[Tenso
         p_out=out,
         p_lse=lse,
         p_saved=saved,
-        p_half_square=x.half_squares(),
+        p_pieces=x.half_squares(),
         PARTS=x.parts(choice.rows, choice.columns),
         **tiles,
         **x.common(),

@@ -16,7 +16,7 @@ from graphattn.kernels.shared.exponentials import LOG2E, saved_log_sums
 from graphattn.kernels.shared.launch import launch
 from graphattn.kernels.shared.layout import as_bytes, side_by_side
 from graphattn.kernels.shared.precision import product_precision
-from graphattn.kernels.shared.row_dots import row_dots
+from graphattn.kernels.shared.row_dots import half_squares, row_dots
 from graphattn.kernels.shared.tuning import Choice
 
 
@@ -73,7 +73,12 @@ class BandInputs:
         return self.rbf and self.query.dtype == torch.float32
 
     def half_squares(self) -> Tensor | None:
-        """||k||^2 / 2 [B, Hk, M]; None where kernels need none, or compute it from a centre.
+        """-||k||^2 / 2 in pieces, [B, Hk, M, PIECES]; None where kernels need none, or compute it
+        from a centre.
+
+        A matrix product adds them to q . k (:func:`graphattn.kernels.shared.precision.pieces`). If
+        threads subtracted them, each would hold some of them in registers, of which the forward
+        has none left: ptxas 12.8 then waited after every matrix instruction.
 
         A tile of keys stays in shared memory, where matrix products read it. If threads read it
         there as well, Triton (3.4 to 3.9) has the next tile copied over it before the product is
@@ -81,7 +86,7 @@ class BandInputs:
         square is better computed once.
         """
         if self.rbf and not self.is_centered:
-            return row_dots(self.key, self.key, 0.5)
+            return half_squares(self.key)
         return None
 
     def saved_from(self, lse: Tensor) -> Tensor:
@@ -93,8 +98,8 @@ class BandInputs:
         if not self.rbf or self.is_centered:
             return saved_log_sums(lse)
         # Logits in half precision lack -||q||^2 / 2, and so do their log-sums.
-        half_squares = row_dots(self.query, self.query, 0.5)
-        return saved_log_sums(lse, half_squares * (self.scale * LOG2E.value)[:, None])
+        squares = row_dots(self.query, self.query, 0.5)
+        return saved_log_sums(lse, squares * (self.scale * LOG2E.value)[:, None])
 
     def parts(self, rows: int, columns: int) -> int:
         """Number of parts of the loop over tiles of the other side, 3 or 1.
@@ -157,7 +162,7 @@ class BandInputs:
         A pointer is None if there is nothing to read, and Triton compiles a version of the kernel
         without it: `p_table` (biases that are looked up by hop, source minus target), `p_kept`
         (bits of the pairs that top-k has chosen), `p_valid_target` and `p_valid_source` (masks),
-        `p_half_square` (`half_squares`) and `p_center` (`centers`). Arguments that are tuples are
+        `p_pieces` (`half_squares`) and `p_center` (`centers`). Arguments that are tuples are
         explained in :mod:`graphattn.kernels.bands.arguments`.
 
         Names in capitals are constants (``tl.constexpr``): Triton compiles another version of the

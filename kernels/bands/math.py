@@ -7,7 +7,7 @@ import triton.language as tl
 
 from graphattn.kernels.bands.arguments import BandRow
 from graphattn.kernels.shared.exponentials import LOG2E
-from graphattn.kernels.shared.precision import product
+from graphattn.kernels.shared.precision import FACTORS, PIECES, add_product, pieces, product
 from graphattn.kernels.shared.programs import heads_first
 
 NOWHERE = tl.constexpr(1 << 30)  # a place so far away that no window reaches it
@@ -121,22 +121,19 @@ def half_square(b_x):
 
 
 @triton.jit
-def half_squares(
-    b_key, p_half_square, i_column, band, COLUMNS: tl.constexpr, STRIDED: tl.constexpr
+def load_pieces(
+    p_pieces, i_column, band, COLUMNS: tl.constexpr, STRIDED: tl.constexpr, MASKED: tl.constexpr
 ):  # fmt: skip
-    """||k||^2 / 2 of a tile of keys, [COLUMNS]: read if they are stored, computed otherwise."""
-    if p_half_square is not None:
-        m_column = i_column + tl.arange(0, COLUMNS) < band.n_sources
-        p_rows = row_pointers(p_half_square, i_column, band.i_step, COLUMNS, STRIDED)
-        b_half_square = tl.load(p_rows, mask=m_column, other=0.0)
-    else:
-        b_half_square = half_square(b_key)
-    return b_half_square
+    """-||k||^2 / 2 of a tile of keys in pieces, [COLUMNS, FACTORS], from those that are stored."""
+    return load_tile(
+        p_pieces, i_column, band.i_step, PIECES, band.n_sources, PIECES, COLUMNS, FACTORS, STRIDED,
+        MASKED,
+    )  # fmt: skip
 
 
 @triton.jit
 def load_affinities(
-    b_query, b_center, key, p_key, p_half_square, i_column, band,
+    b_query, b_center, key, p_key, p_pieces, i_column, band,
     COLUMNS: tl.constexpr, RBF: tl.constexpr, STRIDED: tl.constexpr, MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -152,9 +149,12 @@ def load_affinities(
     if b_center is not None:
         b_key = b_key - b_center[None, :]
     b_affinity = product(b_query, tl.trans(b_key), PRECISION)
-    if RBF:
-        b_half_square = half_squares(b_key, p_half_square, i_column, band, COLUMNS, STRIDED)
-        b_affinity = b_affinity - b_half_square[None, :]
+    if p_pieces is not None:
+        b_pieces = load_pieces(p_pieces, i_column, band, COLUMNS, STRIDED, MASKED)
+        b_nothing = pieces(tl.zeros([b_query.shape[0]], tl.float32), True)
+        b_affinity = add_product(b_affinity, b_nothing, tl.trans(b_pieces), PRECISION)
+    elif RBF:
+        b_affinity = b_affinity - half_square(b_key)[None, :]
     return b_key, b_affinity
 
 

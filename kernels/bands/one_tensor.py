@@ -30,10 +30,10 @@ from graphattn.kernels.bands.math import (
     edges_to,
     first_row,
     half_square,
-    half_squares,
     is_unsound,
     load_center,
     load_features,
+    load_pieces,
     part_borders,
     poisoned,
     row_pointers,
@@ -43,7 +43,7 @@ from graphattn.kernels.bands.math import (
 from graphattn.kernels.shared import tuning
 from graphattn.kernels.shared.exponentials import LN2, LOG2E
 from graphattn.kernels.shared.layout import side_by_side
-from graphattn.kernels.shared.precision import add_product, product
+from graphattn.kernels.shared.precision import PIECES, add_product, pieces, product
 from graphattn.kernels.shared.row_dots import row_dots
 
 WIDEST_BACKWARD = 64  # features of a head
@@ -51,22 +51,24 @@ WIDEST_BACKWARD = 64  # features of a head
 
 @triton.jit
 def log_affinities(
-    b_x, b_own_half_square, b_other, p_half_square, i_scale, i_row, i_column, band,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STRIDED: tl.constexpr, PRECISION: tl.constexpr,
-    EXACT: tl.constexpr,
+    b_x, b_own, b_other, p_pieces, i_scale, i_row, i_column, band,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STRIDED: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """log2 K of a tile of pairs, [ROWS, COLUMNS]: at most 0, however it is rounded.
 
-    `b_x` is [ROWS, BLOCK_D] and `b_own_half_square` [ROWS], `b_other` [COLUMNS, BLOCK_D]; `i_scale`
-    is log2(e) / sigma^2. If EXACT, the logarithm of a token with itself is exactly 0, however far
-    from the centre the token is.
+    `b_x` is [ROWS, BLOCK_D] and `b_other` [COLUMNS, BLOCK_D]; `b_own` are the half squares of
+    `b_x`, [ROWS], or with `p_pieces` their pieces; `i_scale` is log2(e) / sigma^2. If EXACT, the
+    logarithm of a token with itself is exactly 0, however far from the centre the token is.
     """
-    # [COLUMNS]
-    b_half_square = half_squares(b_other, p_half_square, i_column, band, COLUMNS, STRIDED)
     # [ROWS, COLUMNS]
-    b_dot = product(b_x, tl.trans(b_other), PRECISION)
-    b_log = b_dot * i_scale - (b_half_square * i_scale)[None, :]
-    b_log = b_log - (b_own_half_square * i_scale)[:, None]
+    b_log = product(b_x, tl.trans(b_other), PRECISION)
+    if p_pieces is not None:
+        b_pieces = load_pieces(p_pieces, i_column, band, COLUMNS, STRIDED, MASKED)
+        b_log = add_product(b_log, b_own, tl.trans(b_pieces), PRECISION) * i_scale
+    else:
+        b_log = b_log * i_scale - (half_square(b_other) * i_scale)[None, :]
+        b_log = b_log - (b_own * i_scale)[:, None]
     b_log = tl.minimum(b_log, 0.0, propagate_nan=tl.PropagateNan.ALL)
     if EXACT:  # noqa: SIM102  # EXACT is a constant; the inner condition is known at run time
         if (i_column < i_row + ROWS) & (i_row < i_column + COLUMNS):  # the diagonal is in the tile
@@ -79,7 +81,7 @@ def log_affinities(
 
 @triton.jit
 def shared_tile(
-    b_out, b_sum, b_x, b_own_half_square, b_center, i_scale, x, p_x, p_half_square, p_valid,
+    b_out, b_sum, b_x, b_own, b_center, i_scale, x, p_x, p_pieces, p_valid,
     i_row, i_column, band,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STRIDED: tl.constexpr, MASKED: tl.constexpr,
     CAREFUL: tl.constexpr, PRECISION: tl.constexpr,
@@ -96,8 +98,8 @@ def shared_tile(
         b_other = b_other - b_center[None, :]
     # [ROWS, COLUMNS]
     b_log = log_affinities(
-        b_x, b_own_half_square, b_other, p_half_square, i_scale, i_row, i_column, band,
-        ROWS, COLUMNS, STRIDED, PRECISION, False,
+        b_x, b_own, b_other, p_pieces, i_scale, i_row, i_column, band,
+        ROWS, COLUMNS, STRIDED, MASKED, PRECISION, False,
     )  # fmt: skip
     if MASKED:
         o_row = i_row + tl.arange(0, ROWS)
@@ -115,7 +117,7 @@ def shared_tile(
 
 @triton.jit(do_not_specialize=["N", "H", "num_tiles"])
 def shared_forward_kernel(
-    x, p_out, p_lse, p_saved, p_scale, p_half_square, p_center, p_valid, p_again, bands, N, H,
+    x, p_out, p_lse, p_saved, p_scale, p_pieces, p_center, p_valid, p_again, bands, N, H,
     num_tiles, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
     CAREFUL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -129,8 +131,8 @@ def shared_forward_kernel(
             return
     i_b, i_h, i_tile, i_row, band = tile_of_program(bands.p_tiles, bands.p_sequences, num_tiles, H)
     i_token, i_numbers = i_b * N + band.i_first_source, (i_b * H + i_h) * N + band.i_first_source
-    if p_half_square is not None:
-        p_half_square += i_numbers
+    if p_pieces is not None:
+        p_pieces += i_numbers * PIECES
     if p_valid is not None:
         p_valid += i_token
 
@@ -142,6 +144,9 @@ def shared_forward_kernel(
         b_center = load_center(p_center, (i_b * num_tiles + i_tile) * H + i_h, x.WIDTH, x.BLOCK)
         b_x = b_x - b_center[None, :]
     b_own_half_square = half_square(b_x)
+    b_own = b_own_half_square
+    if p_pieces is not None:
+        b_own = pieces(-b_own_half_square, True)
     i_scale = tl.load(p_scale + i_h) * LOG2E
 
     b_out = tl.zeros([ROWS, x.BLOCK], tl.float32)
@@ -153,7 +158,7 @@ def shared_forward_kernel(
     for i_part in tl.static_range(PARTS):
         for i_column in range(i_borders[i_part], i_borders[i_part + 1], COLUMNS):
             b_out, b_sum = shared_tile(
-                b_out, b_sum, b_x, b_own_half_square, b_center, i_scale, x, p_x, p_half_square,
+                b_out, b_sum, b_x, b_own, b_center, i_scale, x, p_x, p_pieces,
                 p_valid, i_row, i_column, band, ROWS, COLUMNS, bands.STRIDED, i_part != 1, CAREFUL,
                 PRECISION,
             )  # fmt: skip
@@ -191,8 +196,8 @@ def shared_forward_kernel(
 
 @triton.jit
 def shared_backward_tile(
-    b_d_x, b_pulled, b_d_scale, b_x, b_own_half_square, b_d_out, b_inverse, b_delta, b_center,
-    i_scale, x, p_x, d_out, p_d_out, p_half_square, p_lse, p_delta, p_valid, i_row, i_column, band,
+    b_d_x, b_pulled, b_d_scale, b_x, b_own, b_d_out, b_inverse, b_delta, b_center,
+    i_scale, x, p_x, d_out, p_d_out, p_pieces, p_lse, p_delta, p_valid, i_row, i_column, band,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STRIDED: tl.constexpr, MASKED: tl.constexpr,
     CAREFUL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -223,8 +228,8 @@ def shared_backward_tile(
         b_other_delta -= tl.sum(b_d_other * b_center[None, :], axis=1)
     # [ROWS, COLUMNS]
     b_log = log_affinities(
-        b_x, b_own_half_square, b_other, p_half_square, i_scale * LOG2E, i_row, i_column, band,
-        ROWS, COLUMNS, STRIDED, PRECISION, True,
+        b_x, b_own, b_other, p_pieces, i_scale * LOG2E, i_row, i_column, band,
+        ROWS, COLUMNS, STRIDED, MASKED, PRECISION, True,
     )  # fmt: skip
     b_there = product(b_d_out, tl.trans(b_other), PRECISION)  # dy_i . x_j
     b_back = product(b_x, tl.trans(b_d_other), PRECISION)  # dy_j . x_i
@@ -255,7 +260,7 @@ def shared_backward_tile(
 
 @triton.jit(do_not_specialize=["N", "H", "num_tiles"])
 def shared_backward_kernel(
-    x, d_out, p_lse, p_delta, p_d_x, p_d_scale, p_scale, p_half_square, p_center, p_valid, p_again,
+    x, d_out, p_lse, p_delta, p_d_x, p_d_scale, p_scale, p_pieces, p_center, p_valid, p_again,
     bands, N, H, num_tiles, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
     CAREFUL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -265,8 +270,8 @@ def shared_backward_kernel(
             return
     i_b, i_h, i_tile, i_row, band = tile_of_program(bands.p_tiles, bands.p_sequences, num_tiles, H)
     i_token, i_numbers = i_b * N + band.i_first_source, (i_b * H + i_h) * N + band.i_first_source
-    if p_half_square is not None:
-        p_half_square += i_numbers
+    if p_pieces is not None:
+        p_pieces += i_numbers * PIECES
     if p_valid is not None:
         p_valid += i_token
 
@@ -281,6 +286,9 @@ def shared_backward_kernel(
         b_center = load_center(p_center, (i_b * num_tiles + i_tile) * H + i_h, x.WIDTH, x.BLOCK)
         b_x = b_x - b_center[None, :]
     b_own_half_square = half_square(b_x)
+    b_own = b_own_half_square
+    if p_pieces is not None:
+        b_own = pieces(-b_own_half_square, True)
     o_row = i_row + tl.arange(0, ROWS)
     m_row = o_row < band.n_sources
     if p_valid is not None:
@@ -307,8 +315,8 @@ def shared_backward_kernel(
     for i_part in tl.static_range(PARTS):
         for i_column in range(i_borders[i_part], i_borders[i_part + 1], COLUMNS):
             b_d_x, b_pulled, b_d_scale = shared_backward_tile(
-                b_d_x, b_pulled, b_d_scale, b_x, b_own_half_square, b_d_out, b_inverse, b_delta,
-                b_center, i_scale, x, p_x, d_out, p_d_out, p_half_square, p_lse + i_numbers,
+                b_d_x, b_pulled, b_d_scale, b_x, b_own, b_d_out, b_inverse, b_delta,
+                b_center, i_scale, x, p_x, d_out, p_d_out, p_pieces, p_lse + i_numbers,
                 p_delta + i_numbers, p_valid, i_row, i_column, band, ROWS, COLUMNS, bands.STRIDED,
                 i_part != 1, CAREFUL, PRECISION,
             )  # fmt: skip
@@ -396,7 +404,7 @@ def _arguments(x: BandInputs, choice: tuning.Choice) -> dict[str, Any]:
         "programs": B * H * tiles["num_tiles"],
         "x": common["query"],
         "p_valid": common["p_valid_source"],
-        "p_half_square": x.half_squares(),
+        "p_pieces": x.half_squares(),
         "PARTS": x.parts(choice.rows, choice.columns),
         **tiles,
         **{name: common[name] for name in ("p_scale", "N", "H", "PRECISION")},

@@ -48,7 +48,7 @@ from graphattn.kernels.shared.ordered_integers import (
     narrowed,
     rank_of,
 )
-from graphattn.kernels.shared.precision import product
+from graphattn.kernels.shared.precision import PIECES, product
 
 WORD = 32  # sources whose bits share one number
 WARP = 32  # threads
@@ -84,7 +84,7 @@ def logit_tile(
     """
     # [ROWS, COLUMNS], here and below
     _, b_affinity = load_affinities(
-        b_query, b_center, key, sources.p_key, sources.p_half_square, i_column, band,
+        b_query, b_center, key, sources.p_key, sources.p_pieces, i_column, band,
         COLUMNS, RBF, STRIDED, MASKED, PRECISION,
     )  # fmt: skip
     b_logit = b_affinity * i_scale
@@ -527,7 +527,7 @@ def select_streamed(
 
 @triton.jit(do_not_specialize=["N", "M", "H", "num_tiles", "origin", "num_words", "top_k"])
 def band_select_kernel(
-    query, key, value, p_scale, p_half_square, p_center, p_table, p_kept, p_valid_target,
+    query, key, value, p_scale, p_pieces, p_center, p_table, p_kept, p_valid_target,
     p_valid_source, bands, N, M, H, num_tiles, origin, top_k, num_words,
     REPEATS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RBF: tl.constexpr,
     PRECISION: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr, CANDIDATES: tl.constexpr,
@@ -540,15 +540,15 @@ def band_select_kernel(
     i_b, i_h, i_tile, i_row, band = tile_of_program(bands.p_tiles, bands.p_sequences, num_tiles, H)
     i_key_head = i_h // REPEATS
     i_target, i_source = i_b * N + band.i_first_target, i_b * M + band.i_first_source
-    if p_half_square is not None:
-        p_half_square += (i_b * (H // REPEATS) + i_key_head) * M + band.i_first_source
+    if p_pieces is not None:
+        p_pieces += ((i_b * (H // REPEATS) + i_key_head) * M + band.i_first_source) * PIECES
     if p_valid_source is not None:
         p_valid_source += i_source
     if p_table is not None:
         p_table += origin * H + i_h
     p_kept += ((i_b * H + i_h) * N + band.i_first_target) * num_words
     p_key = first_row(key, i_source, i_key_head)
-    sources = Sources(p_key, None, p_half_square, p_valid_source)
+    sources = Sources(p_key, None, p_pieces, p_valid_source)
     pairs = PairTables(p_table, H, p_kept, num_words)
     # [ROWS, BLOCK_D]
     b_query = load_features(
@@ -639,7 +639,7 @@ def select(inputs: BandInputs, top_k: int) -> Tensor:
     launch(
         band_select_kernel,
         (B * H * tiles["num_tiles"],),
-        p_half_square=x.half_squares(),
+        p_pieces=x.half_squares(),
         top_k=min(top_k, x.bands.window),
         CHUNKS=chunks,
         PARTS=1 if x.is_centered else x.parts(choice.rows, choice.columns),

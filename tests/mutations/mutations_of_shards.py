@@ -100,8 +100,8 @@ MUTATIONS = [
     Mutation(
         "log-sums of all sources keep the squares that band kernels leave out",
         "kernels/bands/inputs.py",
-        "        return saved_log_sums(lse, half_squares",
-        "        return saved_log_sums(lse, 0 * half_squares",
+        "        return saved_log_sums(lse, squares",
+        "        return saved_log_sums(lse, 0 * squares",
         (f"{KERNELS}::test_parts_add_up_in_half_precision",),
     ),
     Mutation(
