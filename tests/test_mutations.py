@@ -52,6 +52,7 @@ PIECES = "tests/kernels/test_kernels_consensus_pieces.py"
 FUSED_NAN = "tests/kernels/test_kernels_consensus_nan.py"
 STEP = "tests/kernels/test_kernels_window_step.py"
 DEVICES = "tests/kernels/test_kernels_devices.py"
+PRECISION = "tests/kernels/test_kernels_precision.py"
 STREAMED = "tests/kernels/test_kernels_streamed_top_k.py"
 PREDICTION = "tests/kernels/test_kernels_prediction.py"
 STORED = "tests/kernels/test_kernels_stored.py"
@@ -743,6 +744,13 @@ MUTATIONS = [
         "if math.prod(grid) > MOST_PROGRAMS:",
         "if False:",
         (f"{DEVICES}::test_more_programs_than_a_device_can_start_are_refused",),
+    ),
+    Mutation(
+        "half squares in pieces lose their last bits",
+        "kernels/shared/precision.py",
+        "(b_rest - b_second)[:, None]",
+        "(0 * b_second)[:, None]",
+        (f"{PRECISION}::test_half_squares_in_pieces_have_the_digits_of_float32",),
     ),
     Mutation(
         "what all kernels share imports a family of them",

@@ -38,7 +38,7 @@ Table = dict[str, dict[int, Choice]]  # kernel -> widest head -> choice
 
 # Half precision on Hopper, whose matrix instructions take 64 rows of the first factor at a time.
 HOPPER: Table = {
-    "forward": {64: Choice(64, 128, 4, 3), 128: Choice(128, 64, 8, 3), 256: Choice(64, 32, 4, 2)},
+    "forward": {64: Choice(64, 128, 4, 2), 128: Choice(128, 64, 8, 3), 256: Choice(64, 32, 4, 2)},
     "d_query": {64: Choice(64, 64, 4, 3), 128: Choice(64, 64, 4, 2), 256: Choice(64, 16, 4, 2)},
     "d_source": {64: Choice(16, 128, 4, 3), 128: Choice(32, 128, 8, 3), 256: Choice(64, 32, 4, 2)},
     "shared_forward": {128: Choice(128, 32, 4, 3), 256: Choice(64, 32, 4, 2)},

@@ -7,6 +7,7 @@ import torch
 from cases_kernels import Case, Tensors, attend, check, errors, exact, in_float64, kernels, solve
 
 import graphattn as ga
+from graphattn.kernels.shared.row_dots import half_squares
 
 pytestmark = pytest.mark.usefixtures("device")
 
@@ -104,6 +105,26 @@ def test_left_padding_costs_no_digits(build, shared: bool, device: str) -> None:
         assert all(got[n] <= 2 * in_torch[n] + 1e-5 for n in got), (got, in_torch)
     else:
         assert max(got.values()) <= 1e-5, got
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_half_squares_in_pieces_have_the_digits_of_float32(dtype: torch.dtype, device: str) -> None:
+    """Three numbers of 8 bits add up to one of 24; infinity and NaN stay, and meet only ones."""
+    tokens = torch.randn(1, 40, 2, 5) * 10.0 ** torch.arange(-20, 20)[:, None, None].clamp(-5, 18)
+    tokens[0, 1], tokens[0, 2, 0, 3], tokens[0, 3] = 0.0, torch.nan, torch.inf
+    tokens = tokens.to(dtype)
+    pieces = half_squares(tokens.to(device)).cpu().double()
+    squares = -tokens.double().square().sum(-1).transpose(1, 2) / 2
+    beyond = squares < -torch.finfo(torch.float32).max
+    assert beyond.any()
+    assert not beyond.all()
+    total, least = pieces[..., :3].sum(-1), torch.finfo(torch.float32).tiny
+    torch.testing.assert_close(
+        total, squares.masked_fill(beyond, -torch.inf), rtol=2**-22, atol=least, equal_nan=True
+    )
+    assert (pieces[..., 3:6] == 1).all()
+    assert (pieces[..., 6:] == 0).all()
+    assert (pieces[..., 1:].isfinite()).all()
 
 
 EXTREMES = {
