@@ -117,6 +117,7 @@ class DotProduct(Score):
     """
 
     kernel = "dot"
+    number: float | None = None  # the scale of a :meth:`ready` score, if it was given as a number
 
     def __init__(self, scale: float | Tensor | None = None) -> None:
         self.scale = scale
@@ -137,6 +138,7 @@ class DotProduct(Score):
         if isinstance(scale, Real) and not math.isfinite(scale):
             raise ValueError(f"scale must be finite, got {scale}")
         same = _copy(self)
+        same.number = None if isinstance(scale, Tensor) else scale
         same.scale = per_head("scale", scale, heads, query)
         return same
 
