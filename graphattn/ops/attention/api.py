@@ -139,7 +139,7 @@ def rbf_attention(
             tables, :class:`~graphattn.nn.DistanceBias` biases of edges in space.
         valid: bool [*, N] or [N], or a pair for (targets, sources); an edge that touches an
             invalid token is no edge, and what invalid tokens hold is never read.
-        backend: "auto", "reference", "structured", "native" or "triton"
+        backend: "auto", "reference", "structured", "native", "triton" or "fused"
             (:func:`~graphattn.backends`).
         return_lse: also return the logarithm of the sum above (after top-k, without eps, sink and
             dropout), [*, N, H], -inf for a target without edges; float32 for half-precision inputs.
@@ -428,17 +428,14 @@ def attend(
         them ("fused"), which runs only if they are not needed.
     """
     bias, per_offset = as_bias(edge_bias, graph, query)
+    needs_log_sums = needs_log_sums or sink is not None
 
     def check() -> Checked:
-        call = AttentionCall(
-            query, key, value, graph, score, None, bias, per_offset, valid,
-            needs_log_sums=needs_log_sums or sink is not None,
-        )  # fmt: skip
+        call = AttentionCall(query, key, value, graph, score, None, bias, per_offset, valid)
+        call = call._replace(needs_log_sums=needs_log_sums)
         return _check(call, backend, top_k, eps, softcap, dropout)
 
-    facts = (
-        bias is not None, per_offset, valid != (None, None), needs_log_sums or sink is not None,
-    )  # fmt: skip
+    facts = bias is not None, per_offset, valid != (None, None), needs_log_sums
     options = top_k, eps, softcap, dropout, *map(int, facts)
     kind = kind_of_call(query, key, value, score, backend, *options)
     checked = check() if kind is None else graph.derived(kind, check)

@@ -143,7 +143,8 @@ def _with_half_squares(
     """
     dtype, wide = key.dtype, compute_dtype(key.dtype)
     centre = key.detach().to(wide)
-    centre = centre[:, :1] if is_causal else centre.mean(1, keepdim=True)
+    count = max(key.shape[1], 1)  # the mean of no keys would be NaN
+    centre = centre[:, :1] if is_causal else centre.sum(1, keepdim=True) / count
     root = scale.sqrt()
     query, key = (((x.to(wide) - centre) * root).to(dtype) for x in (query, key))
     half = key.to(wide).square().sum(-1, keepdim=True) / (-2 * UNIT)
