@@ -2057,8 +2057,8 @@ MUTATIONS = [
     Mutation(
         "a kept check is used for another softcap",
         "graphattn/ops/attention/api.py",
-        "backend, top_k, eps, softcap, dropout, *of_bias",
-        "backend, top_k, eps, 0, dropout, *of_bias",
+        "options = top_k, eps, softcap, dropout, *map(int, facts)",
+        "options = top_k, eps, 0, dropout, *map(int, facts)",
         (REPEATED_CALLS,),
     ),
     Mutation(

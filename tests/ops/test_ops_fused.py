@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases_ops import qkv, random
+from cases_ops import Largest, qkv, random
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -118,18 +118,22 @@ def test_a_scale_that_is_not_positive_is_no_matter(scale):
     torch.testing.assert_close(mine, truth)
 
 
+@pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("score", ["dot", "rbf"])
-def test_features_need_not_lie_side_by_side(score):
-    graph = ga.causal_graph(9)
-    tensors = [x[0] for x in (random(1, 9, 2, 8, seed=s) for s in range(3))]
+def test_no_logits_of_all_pairs_are_stored(score, sizes):
+    """Torch would store them for features that do not lie side by side, or of several widths."""
+    heads, kv_heads, features, of_values, _ = sizes
+    graph = ga.causal_graph(512)
+    tensors = qkv(
+        graph, heads=heads, kv_heads=kv_heads, features=features, value_features=of_values
+    )
     apart = [x.transpose(0, 2).contiguous().transpose(0, 2) for x in tensors]
     assert all(x.stride(-1) != 1 for x in apart)
-    for mine, truth in zip(
-        results(score, graph, apart, 2.0, "fused"),
-        results(score, graph, tensors, 2.0, "fused"),
-        strict=True,
-    ):
-        torch.testing.assert_close(mine, truth)
+    with Largest() as largest:
+        mine = results(score, graph, apart, 4.0, "fused")
+    assert largest.numel < 512 * 512
+    for got, truth in zip(mine, results(score, graph, tensors, 4.0, "structured"), strict=True):
+        torch.testing.assert_close(got, truth)
 
 
 @pytest.mark.parametrize("score", ["dot", "rbf"])
