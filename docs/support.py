@@ -23,6 +23,7 @@ GRAPHS = {
     "causal": lambda: ga.causal_graph(64),
     "bipartite, complete": lambda: ga.bipartite_complete_graph(64, 9),
     "batch of the above": lambda: ga.batch([ga.causal_graph(40), ga.complete_graph(24)]),
+    "batch of equal sequences": lambda: ga.batch([ga.causal_graph(32)] * 2),
     "longformer": lambda: ga.longformer_graph(64, 2, (0,)),
     "causal longformer": lambda: ga.causal_longformer_graph(64, 3, 2),
     "batch of longformers": lambda: ga.batch([ga.longformer_graph(32, 2, (0,))] * 2),
