@@ -1,4 +1,7 @@
-"""Torch's fused attention as a backend: what it computes, what it refuses, what "auto" knows."""
+"""Torch's fused attention as a backend: what it computes, what it refuses, what "auto" knows.
+
+`pytest tests/ops/test_ops_fused.py --device cuda` compares values and gradients on a GPU.
+"""
 
 import pytest
 import torch
@@ -38,26 +41,39 @@ OTHERS = {
 SIZES = [(4, 4, 8, 8, True), (4, 2, 5, 3, False), (2, 1, 16, 24, True), (3, 3, 64, 64, False)]
 
 
+@pytest.fixture
+def device(request: pytest.FixtureRequest) -> str:
+    return "cuda" if request.config.getoption("--device") == "cuda" else "cpu"
+
+
 def results(
-    score: str, graph: ga.TokenGraph, tensors: list[Tensor], per_head: Tensor | float, backend: str
+    score: str,
+    graph: ga.TokenGraph,
+    tensors: list[Tensor],
+    per_head: Tensor | float,
+    backend: str,
+    device: str = "cpu",
 ) -> list[Tensor]:
     """The output and all gradients; `per_head` is sigma, or 1 / scale."""
-    leaves = [x.detach().clone().requires_grad_() for x in tensors]
+    graph = graph.to(device)
+    leaves = [x.detach().clone().to(device).requires_grad_() for x in tensors]
     if isinstance(per_head, Tensor):
-        per_head = per_head.detach().to(torch.promote_types(tensors[0].dtype, torch.float32))
+        dtype = torch.promote_types(tensors[0].dtype, torch.float32)
+        per_head = per_head.detach().to(device, dtype)
         leaves.append(per_head.requires_grad_())
     if score == "rbf":
         out = ga.rbf_attention(*leaves[:3], graph, per_head, backend=backend)
     else:
         out = ga.dot_product_attention(*leaves[:3], graph, scale=1 / per_head, backend=backend)
     upstream = random(*out.shape, seed=7).to(out)
-    return [out.detach(), *torch.autograd.grad(out, leaves, upstream, materialize_grads=True)]
+    found = torch.autograd.grad(out, leaves, upstream, materialize_grads=True)
+    return [x.detach().cpu() for x in (out, *found)]
 
 
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("name", GRAPHS)
 @pytest.mark.parametrize("score", ["dot", "rbf"])
-def test_values_and_gradients_are_those_of_the_reference(score, name, sizes):
+def test_values_and_gradients_are_those_of_the_reference(score, name, sizes, device):
     heads, kv_heads, features, of_values, alike = sizes
     graph = GRAPHS[name]()
     tensors = [
@@ -69,8 +85,11 @@ def test_values_and_gradients_are_those_of_the_reference(score, name, sizes):
     ]  # fmt: skip
     per_head = 2.5 if alike else features**0.5 + random(heads, seed=5).abs()
     exact = results(score, graph, tensors, per_head, "reference")
-    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 3e-5)):
-        mine = results(score, graph, [x.to(dtype) for x in tensors], per_head, "fused")
+    tolerances = {torch.float64: 1e-12, torch.float32: 3e-5}
+    if device == "cuda":
+        del tolerances[torch.float64]
+    for dtype, tolerance in tolerances.items():
+        mine = results(score, graph, [x.to(dtype) for x in tensors], per_head, "fused", device)
         for got, truth in zip(mine, exact, strict=True):
             # The gradient of a number per head is a sum over all edges whose terms cancel.
             error = tolerance * (20 if truth.dim() == 1 else 1)
@@ -79,7 +98,7 @@ def test_values_and_gradients_are_those_of_the_reference(score, name, sizes):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["complete", "causal"])
-def test_half_squares_keep_the_digits_of_float32_in_half_precision(name, dtype):
+def test_half_squares_keep_the_digits_of_float32_in_half_precision(name, dtype, device):
     """The error is at most twice that of differences computed in half precision, and a rounding.
 
     Half squares are up to 300 here; rounded to bfloat16 they would be wrong by 1.
@@ -93,7 +112,8 @@ def test_half_squares_keep_the_digits_of_float32_in_half_precision(name, dtype):
     gap = (q.transpose(0, 1)[:, :, None] - k.transpose(0, 1)[:, None]).square().sum(-1)
     weights = (gap / (-2 * sigma**2)).masked_fill(~mask, -torch.inf).softmax(-1)
     plain = (weights @ v.transpose(0, 1)).transpose(0, 1)
-    mine = ga.rbf_attention(q, k, v, graph, sigma, backend="fused")
+    here = (x.to(device) for x in (q, k, v))
+    mine = ga.rbf_attention(*here, graph.to(device), sigma, backend="fused").cpu()
     error, of_plain = ((x.double() - exact).norm() for x in (mine, plain))
     band = torch.finfo(dtype).eps * exact.norm()
     assert mine.dtype is dtype
