@@ -137,8 +137,8 @@ MUTATIONS = [
     Mutation(
         '"auto" takes fused attention over causal graphs',
         "graphattn/ops/attention/fused.py",
-        " or call.graph.is_causal:",
-        ":",
+        "sequences is None or sequences[1]",
+        "sequences is None",
         (f"{FUSED}::test_auto_takes_what_was_measured_to_be_the_fastest",),
     ),
     Mutation(

@@ -262,6 +262,7 @@ def test_auto_takes_what_was_measured_to_be_the_fastest(monkeypatch):
     monkeypatch.setitem(fused.FEWEST, ((9, 0), "rbf"), 64)
     assert chosen(complete, many) == "fused"
     assert chosen(causal, many) != "fused"
+    assert chosen(ga.batch([ga.complete_graph(32)] * 2), many) != "fused"  # of 32 tokens each
     monkeypatch.setitem(fused.FEWEST, ((9, 0), "rbf"), 65)
     assert chosen(complete, many) != "fused"
     monkeypatch.setattr(fused, "capability", lambda device: (8, 0))
@@ -289,8 +290,11 @@ def test_a_layer_is_compiled_twice_for_all_lengths_and_exported(kind, build):
         def forward(self, x: Tensor) -> Tensor:
             return layer(x, graph)
 
-    program = torch.export.export(Whole(), (x,)).module()
-    torch.testing.assert_close(program(x), layer(x, graph))
+    whole = Whole()
+    whole.layer = layer  # a trace takes the parameters of a module
+    programs = torch.export.export(whole, (x,)).module(), torch.jit.trace(whole, (x,))
+    for program in programs:
+        torch.testing.assert_close(program(x), layer(x, graph))
 
 
 def test_checkpoints_and_autocast_change_nothing():

@@ -56,7 +56,7 @@ def _run_fused(call: AttentionCall) -> tuple[Tensor, None]:
     """Run torch's fused attention, which has no log-sums and no second derivatives."""
     out, kernel = fused.attend(call), call.score.kernel
     tensors = call.query, call.key, call.value, call.scale
-    if torch.compiler.is_compiling() or not may_be_differentiated(tensors):
+    if is_watched(call.query) or not may_be_differentiated(tensors):
         return out, None
     assert kernel is not None
 

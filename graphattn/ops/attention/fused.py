@@ -45,7 +45,7 @@ def why_not(call: AttentionCall) -> str | None:
     for name, is_given in options.items():
         if is_given:
             return f"torch's fused attention has no {name}"
-    if call.graph.structure is None or _sequences(call.graph.structure) is None:
+    if _sequences(call.graph.structure) is None:
         return "it takes complete and causal graphs, and batches of equal ones, not this graph"
     if call.query.device.type != "cpu":  # where torch would store the logits of all pairs
         if call.query.dtype is torch.float64:
@@ -60,16 +60,18 @@ def is_fastest(call: AttentionCall) -> bool:
 
     Never over causal graphs: there it can pass NaN of a token to earlier tokens.
     """
-    if not FEWEST or call.query.device.type != "cuda" or call.graph.is_causal:
+    if not FEWEST or call.query.device.type != "cuda":
         return False
-    of_device = capability(call.query.device)
-    fewest = None if of_device is None else FEWEST.get((of_device, str(call.score.kernel)))
-    return fewest is not None and min(call.query.shape[-3], call.key.shape[-3]) >= fewest
+    of_device, sequences = capability(call.query.device), _sequences(call.graph.structure)
+    if of_device is None or sequences is None or sequences[1]:
+        return False
+    fewest = FEWEST.get((of_device, str(call.score.kernel)))
+    tokens = min(call.query.shape[-3], call.key.shape[-3]) // sequences[0]
+    return fewest is not None and tokens >= fewest
 
 
 def attend(call: AttentionCall) -> Tensor:
     """The output [*, N, H, Dv], in the dtype of the query."""
-    assert call.graph.structure is not None
     sequences = _sequences(call.graph.structure)
     assert sequences is not None
     count, is_causal = sequences
@@ -91,12 +93,12 @@ def attend(call: AttentionCall) -> Tensor:
     width = _width(call)
     query, key, value = (_widened(x, width).transpose(1, 2) for x in (query, key, value))
     out = functional.scaled_dot_product_attention(
-        query, key, value, is_causal=is_causal, scale=scale, enable_gqa=key.shape[1] < heads
+        query, key, value, is_causal=is_causal, scale=scale, enable_gqa=bool(key.shape[1] < heads)
     )
     return out.transpose(1, 2)[..., :features].reshape(*call.query.shape[:-1], features)
 
 
-def _sequences(structure: GraphStructure) -> tuple[int, bool] | None:
+def _sequences(structure: GraphStructure | None) -> tuple[int, bool] | None:
     """The number of sequences, which are all equal, and whether they are causal or complete.
 
     The result is None for other graphs.
