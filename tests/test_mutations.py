@@ -825,6 +825,20 @@ MUTATIONS = [
         (f"{FUSED}::test_values_and_gradients_are_those_of_float64[windows side by side]",),
     ),
     Mutation(
+        "fused consensus forgets gradients of the network of the groups before",
+        "kernels/consensus/backward.py",
+        "network += torch.bmm(",
+        "network[:] = torch.bmm(",
+        (f"{PIECES}::test_a_small_workspace_gives_the_same[window]",),
+    ),
+    Mutation(
+        "fused consensus takes the first heads' weights for all groups",
+        "graphattn/ops/consensus/triton.py",
+        "(weight[heads] for weight in self._weights)",
+        "(weight[: heads.stop - heads.start] for weight in self._weights)",
+        (f"{PIECES}::test_a_small_workspace_gives_the_same[window]",),
+    ),
+    Mutation(
         "fused consensus forgets what the pieces before have summed up",
         "kernels/consensus/sum_messages.py",
         "self.is_whole = len(pieces) == 1 and not",
