@@ -46,7 +46,7 @@ RECORDS = Path(__file__).parent / "benchmarks"
 STAR = "\\*"
 RUN = (
     "an NVIDIA H200 has compared them with float64 (`make gpu`), **no other GPU has run them**"
-    if any(RECORDS.glob("cuda-*.json"))
+    if any(RECORDS.glob("visits/*.json"))
     else "**not yet run on a GPU**"
 )
 NOTE = (
