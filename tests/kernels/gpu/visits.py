@@ -128,9 +128,9 @@ def lines(times: Times, visits: list[Visit]) -> Iterator[str]:
 
 
 def name_of(facts: dict[str, Any], folder: Path = FOLDER) -> str:
-    """A file name that no visit has yet: the date and the last word of the GPU's name."""
+    """A file name that no visit has yet, and that comes after them: the date, and the GPU."""
     device = device_of(facts["hardware"]).split()[-1].lower()
-    names = (f"{facts['date']}-{device}{'' if i == 1 else f'-{i}'}.json" for i in count(1))
+    names = (f"{facts['date']}-{device}{'' if i == 1 else f'_{i}'}.json" for i in count(1))
     return next(name for name in names if not (folder / name).exists())
 
 
