@@ -1394,6 +1394,30 @@ MUTATIONS = [
         (f"{BENCH}_peers.py::test_the_call_is_one_that_keops_takes",),
     ),
     Mutation(
+        "FlexAttention sees one token more than the model beside it",
+        "graphattn/bench/models/whole.py",
+        "return (j <= i) & (j > i - window)",
+        "return (j <= i) & (j >= i - window)",
+        (f"{BENCH}_whole.py::test_the_window_of_flexattention_is_that_of_our_model[causal]",),
+    ),
+    Mutation(
+        "a step by hand reads one token more than its window",
+        "graphattn/bench/models/generation.py",
+        "first = max(0, stop - self.window)",
+        "first = max(0, stop - self.window - 1)",
+        (f"{BENCH}.py::test_every_contender_of_a_case_is_right[causal-step-4096]",),
+    ),
+    Mutation(
+        "a step of the benchmark leaves its token in the cache",
+        "graphattn/bench/models/whole.py",
+        "            cache.truncate(N)\n",
+        "",
+        (
+            f"{BENCH}_whole.py::test_a_step_reads_the_last_token_after_those_it_sees_and_can_be_"
+            "repeated[ours]",
+        ),
+    ),
+    Mutation(
         "the benchmark times a contender right after another one",
         "graphattn/bench/measuring/host_clock.py",
         "            self._pass()\n        return self._mean()",
