@@ -121,8 +121,8 @@ def kernel_of(one: Configuration | Launch) -> str:
 def is_new(row: Row, rows: list[Row]) -> bool:
     """Whether a problem has started a kernel that it does not start otherwise."""
     problem = row["job"].partition("; ")[2]
-    usual = [kernel for other in rows if other.get("job") == problem for kernel in other["kernels"]]
-    return bool(set(row["kernels"]) - set(usual))
+    usual = (other.get("kernels", []) for other in rows if other.get("job") == problem)
+    return bool(set(row["kernels"]).difference(*usual))
 
 
 def progress(session: Session) -> Progress:

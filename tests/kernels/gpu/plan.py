@@ -19,6 +19,7 @@ LEASE = 900.0  # seconds that it is lent for
 COMMAND = 600.0  # seconds of one command there
 BETWEEN = 30.0  # seconds from one command to the next, with copies of files
 PROCESSES = 14
+COMPILED = "all cases that are left, to compile them"
 # Seconds of one job in one process, with kernels that were compiled ahead: of an H200 with 16 cores
 # on 2026-11-26 (94 problems in 40 s, 30 checks in 120 s with 8 at once, 15 to 25 s of a case that
 # was compiled), else guesses: those of `times` and whole models, and half of the tuning's 9 minutes
@@ -40,23 +41,26 @@ class Planned(NamedTuple):
 def jobs(visits: list[Visit]) -> Iterator[Planned]:
     """Yield every job of a visit, in its order."""
     machine = Machine("cuda")
-    had = {case for visit in visits for case in visit.cases}
+    had = {
+        "benchmark": {case for visit in visits for case in visit.cases},
+        "tune": {job for visit in visits for job in visit.tuned},
+    }
     names = {
         "parity": (parity.jobs("full"), PROCESSES),
         "candidates": (candidates.jobs(machine, "full"), PROCESSES),
         "benchmark": ([case.name for case in benchmark.cases("full", machine, visits)], 1),
         "sanitizer": (sanitizer.jobs("full", is_emulated=False), sanitizer.AT_ONCE),
         "times": (times.jobs(), 1),
-        "tune": (tune.jobs("full"), PROCESSES),
+        "tune": (tune.jobs("full", visits), PROCESSES),
     }
     for step in report.STEPS:
         if step == "benchmark":
-            yield Planned(step, "all cases at once, to compile them", benchmark.WARMING)
+            yield Planned(step, COMPILED, benchmark.WARMING)
         of_step, processes = names[step]
         for job in of_step:
             seconds, measured = seconds_of(step, job, visits)
             at_once = 1 if candidates.TIMED in job else processes
-            again = step == "benchmark" and job in had
+            again = job in had.get(step, ())
             yield Planned(step, job, seconds / at_once, measured, again)
 
 
@@ -78,7 +82,8 @@ def commands(planned: Iterable[Planned], limit: float) -> list[list[Planned]]:
     found: list[list[Planned]] = [[]]
     for job in planned:
         if found[-1] and total([*found[-1], job]) > limit:
-            found.append([])
+            is_cut = job.step == "benchmark" and job.job != COMPILED
+            found.append([Planned(job.step, COMPILED, benchmark.WARMING)] if is_cut else [])
         found[-1].append(job)
     return found
 

@@ -138,6 +138,7 @@ def visits_lines(session: Session, facts: dict[str, Any]) -> Iterator[str]:
                    if "seconds" in row and "error" not in row}
             for name in STEPS
         },
+        "tuned": list(session.rows("tune").ended()),
         "candidates": [row for row in session.rows("candidates").all() if "plain" in row],
         **({} if record is None else {"benchmark": asdict(record)}),
     }  # fmt: skip

@@ -225,7 +225,7 @@ def test_problems_of_the_sanitizer_and_of_rehearsals_exist() -> None:
 
 
 def test_cases_that_no_visit_has_measured_come_first() -> None:
-    known = visits.Visit("2026-01-01-h200", "NVIDIA H200", {}, ["gka", "krause"], {})
+    known = visits.Visit("2026-01-01-h200", "NVIDIA H200", {}, ["gka", "krause"], [], {})
     names = [case.name for case in benchmark.cases("full", Machine("cuda"), [known])]
     on_gpu = {case.name for case in benchmark.CASES if "cuda" in case.devices}
     assert set(names) == on_gpu
@@ -410,6 +410,8 @@ def test_what_was_compiled_ahead_is_found_again(tmp_path) -> None:
         "ahead.JOBS['parity'] = ahead.of_parity, lambda: list(parity.TINY); "
         "ahead.JOBS['times'] = ahead.of_times, lambda: ['edges 0']; "
         "ahead.JOBS['tune'] = ahead.of_tune, lambda: ['edges_forward, bf16, 32']; "
+        "ahead.JOBS['benchmark'] = ahead.of_benchmark, lambda: ['streaming']; "
+        "ahead.JOBS['candidates'] = ahead.of_candidates, lambda: ['gluon; times of bands 2']; "
         f"sys.exit(ahead.main(['sm_90', {str(folder)!r}]))"
     )
     names = []
@@ -420,7 +422,7 @@ def test_what_was_compiled_ahead_is_found_again(tmp_path) -> None:
             capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert run.returncode == 0, run.stderr
-        assert run.stdout.count(": done (") == 7, run.stdout
+        assert run.stdout.count(": done (") == 9, run.stdout
         names.append({path.name for path in folder.iterdir()})
     assert names[0] == names[1]
     assert len(names[0]) > 20

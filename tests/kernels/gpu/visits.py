@@ -31,6 +31,7 @@ class Visit(NamedTuple):
     hardware: str
     times: Times
     cases: list[str]  # of the benchmark
+    tuned: list[str]  # jobs of `tune`
     seconds: dict[str, dict[str, float]]  # that jobs of the steps took
 
 
@@ -62,6 +63,7 @@ def read(path: Path) -> Visit:
         measured.facts["hardware"],
         times_of(measured.launches, benchmark.rows),
         benchmark.measured,
+        content.get("tuned", []),
         content.get("seconds", {}),
     )
 
