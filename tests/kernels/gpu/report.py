@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from graphattn.bench.cases.case import BOTH
-from graphattn.bench.reporting.record import OURS
+from graphattn.bench.reporting.record import OURS, Record
 from graphattn.bench.reporting.record import Row as Timed
 from graphattn.kernels.check.report import microseconds, table
 
@@ -127,9 +127,9 @@ def visits_lines(session: Session, facts: dict[str, Any]) -> Iterator[str]:
         yield f"Skipped: {NO_TIME}."
         return
     launches = times.launches(session.rows("times").all())
-    record = benchmark.read(session.out)
-    rows = [] if record is None else record.rows
-    yield from visits.lines(visits.times_of(launches, rows), visits.earlier(facts["hardware"]))
+    record = benchmark.read(session.out) or Record(facts)
+    times_now = visits.times_of(launches, record.rows)
+    yield from visits.lines(times_now, visits.earlier(facts["hardware"]))
     others = {
         "sources": facts.get("sources"),
         "states": {name: str(progress) for name, progress in states(session).items()},
@@ -140,7 +140,7 @@ def visits_lines(session: Session, facts: dict[str, Any]) -> Iterator[str]:
         },
         "tuned": list(session.rows("tune").ended()),
         "candidates": [row for row in session.rows("candidates").all() if "plain" in row],
-        **({} if record is None else {"benchmark": asdict(record)}),
+        "benchmark": asdict(record),
     }  # fmt: skip
     (session.out / "visit.json").write_text(
         visits.as_text(facts, launches, others), encoding="utf-8"

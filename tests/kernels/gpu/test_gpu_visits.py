@@ -21,6 +21,7 @@ def written(
     folder: Path, launches: list[tuple[str, float]], facts: dict = FACTS, **others: object
 ) -> visits.Visit:
     path = folder / visits.name_of(facts, folder)
+    others = {"benchmark": asdict(record.Record(facts)), **others}
     path.write_text(visits.as_text(facts, launches, others), encoding="utf-8")
     return visits.read(path)
 

@@ -57,7 +57,7 @@ def read(path: Path) -> Visit:
     """Read the record of a visit."""
     measured = read_measured(path)
     content = json.loads(path.read_text(encoding="utf-8"))
-    benchmark = record.read(path) if "benchmark" in content else record.Record({})
+    benchmark = record.read(path)
     return Visit(
         path.stem,
         measured.facts["hardware"],
@@ -140,9 +140,6 @@ def as_text(
     facts: dict[str, Any], launches: Iterable[tuple[str, float]], others: dict[str, Any]
 ) -> str:
     """The JSON of a visit: facts, names and seconds of launches, and what else it has."""
-    text = as_file(facts, launches)
-    if not others:
-        return text
+    head = as_file(facts, launches).removesuffix("\n}\n")
     rest = json.dumps(others, indent=1).removeprefix("{")
-    head = text.removesuffix("\n}\n")
     return f"{head},{rest}\n"
