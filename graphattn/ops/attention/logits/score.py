@@ -225,6 +225,11 @@ class GaussianKernel(Score):
 def _copy(score: ScoreType) -> ScoreType:
     """A shallow copy. (`copy.copy` takes as long as to compute the logits of a few tokens.)"""
     same = object.__new__(type(score))
+    if torch.compiler.is_compiling() and type(score) in (DotProduct, GaussianKernel):
+        # torch 2.11 cannot compile what reads all attributes.
+        for name in ("scale",) if type(score) is DotProduct else ("log_sigma", "_sigma", "_scale"):
+            setattr(same, name, getattr(score, name))
+        return same
     same.__dict__.update(score.__dict__)
     return same
 
