@@ -55,8 +55,8 @@ test: $(TESTED)  ## unit tests (a sample of long sweeps), docstring examples, RE
 	env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(PROCESSES) --dist worksteal \
 		$(if $(filter all,$(CASES)),,--cases $(CASES)) $(if $(LONG),--long)
 
-test-most:  ## the same, four cases of a sweep, and what takes long: continuous integration
-	$(MAKE) test CASES=4 LONG=1
+test-most:  ## the same, three cases of a sweep, and what takes long: continuous integration
+	$(MAKE) test CASES=3 LONG=1
 
 test-all:  ## the same, every pair of options of a sweep
 	$(MAKE) test CASES=pairs
@@ -110,7 +110,7 @@ kernels-check: $(TESTED)  ## every Triton kernel compiled for sm_90, without a G
 	env -u TRITON_INTERPRET $(BIN)/python -m graphattn.kernels.check
 
 # Times that a GPU has measured, if there are some, stand beside the predictions.
-MEASURED := $(wildcard docs/benchmarks/kernels-h200.json)
+MEASURED := $(lastword $(sort $(wildcard docs/benchmarks/visits/*.json)))
 kernels-check-all: $(TESTED)  ## for every architecture; writes the table that is kept
 	env -u TRITON_INTERPRET $(BIN)/python -m graphattn.kernels.check --all \
 		--markdown docs/benchmarks/kernels.md $(if $(MEASURED),--measured $(MEASURED))
@@ -140,7 +140,8 @@ gpu: $(if $(VENV),$(TESTED))  ## parity, sanitizer, benchmark, tuning and a repo
 	@env -u TRITON_INTERPRET OMP_NUM_THREADS=1 PYTHONPATH=tests/kernels \
 		$(if $(VENV),$(BIN)/python,$(PYTHON)) -m gpu --device $(DEVICE) \
 		$(if $(STEP),--step $(STEP)) $(if $(SIZE),--size $(SIZE)) $(if $(ARCH),--arch $(ARCH)) \
-		$(if $(LIMIT),--limit $(LIMIT)) $(if $(OUT),--out $(OUT)) $(if $(RETRY),--retry)
+		$(if $(LIMIT),--limit $(LIMIT)) $(if $(OUT),--out $(OUT)) $(if $(RETRY),--retry) \
+		$(if $(PLAN),--plan)
 
 # Like kernels-check a look at kernels that tests cannot have; it takes a C++ compiler.
 native-check: $(TESTED)  ## compiled CPU kernels under the address, behaviour and thread sanitizers

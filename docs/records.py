@@ -14,8 +14,7 @@ from graphattn.bench.reporting import tables
 from graphattn.bench.reporting.record import Record, Row, read
 
 FOLDER = Path(__file__).resolve().parent / "benchmarks"
-# Not those of kernels alone, which kernels.md shows.
-FILES = [path for path in sorted(FOLDER.glob("*.json")) if not path.name.startswith("kernels-")]
+FILES = [*sorted(FOLDER.glob("*.json")), *sorted(FOLDER.glob("visits/*.json"))]  # GPUs have visits
 
 
 def recorded() -> dict[str, Record]:

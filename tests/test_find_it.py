@@ -15,6 +15,7 @@ from torch import Tensor
 
 import graphattn as ga
 from graphattn.kernels.cpu import library
+from graphattn.ops.backends import BACKEND_NAMES
 
 ROOT = Path(ga.__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "find-it.md").read_text()
@@ -63,7 +64,7 @@ def rows() -> list[tuple[str, str, list[str], list[str]]]:
     found, mechanism = [], ""
     for line in PAGE.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if len(cells) == 4 and cells[1] in ("reference", "structured", "native", "triton"):
+        if len(cells) == 4 and cells[1] in BACKEND_NAMES:
             mechanism = mechanism if cells[0] == "the same" else cells[0]
             forward, backward = (re.findall(r"`([^`]*)`", cell) for cell in cells[2:])
             found.append((mechanism, cells[1], forward, backward))
@@ -71,7 +72,7 @@ def rows() -> list[tuple[str, str, list[str], list[str]]]:
 
 
 ROWS = rows()
-WINDOW, LISTED = "windows and blocks", "other graphs"
+WINDOW, LISTED, WHOLE = "windows and blocks", "other graphs", "complete and causal graphs"
 
 
 def qkv() -> tuple[Tensor, ...]:
@@ -86,6 +87,7 @@ def call_of(mechanism: str, backend: str) -> Callable[[], Tensor]:
     window = ga.causal_window_graph(16, 4)
     listed = ga.knn_graph(torch.randn(16, 3, generator=torch.Generator().manual_seed(1)), 4)
     graph = listed if LISTED in mechanism else window
+    graph = ga.causal_graph(16) if WHOLE in mechanism else graph
     if mechanism == "consensus":
         shapes = [(1, 16), (1,), (1, 16), (1,), (1, 4, 16, 16), (1, 4, 16)]
         network = ga.EdgeNetworkParameters(*(torch.randn(s).requires_grad_() for s in shapes))
@@ -98,8 +100,8 @@ def call_of(mechanism: str, backend: str) -> Callable[[], Tensor]:
 
 
 def test_the_table_has_every_engine_and_backend() -> None:
-    assert len(ROWS) == 12
-    assert {backend for _, backend, *_ in ROWS} == {"reference", "structured", "native", "triton"}
+    assert len(ROWS) == 13
+    assert {backend for _, backend, *_ in ROWS} == set(BACKEND_NAMES)
 
 
 @pytest.mark.every_case

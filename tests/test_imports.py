@@ -233,7 +233,7 @@ LOADED_LATER = {
     "graphattn.spectral.certificates.frozen_steps": {"nn", "ops"},
     "graphattn.spectral.certificates.two_tracks": {"nn", "ops"},
 }
-IMPLEMENTATIONS = {"reference", "structured", "native", "triton", "streaming"}
+IMPLEMENTATIONS = {"reference", "structured", "native", "triton", "fused", "streaming"}
 
 
 def modules() -> dict[str, Path]:

@@ -833,6 +833,20 @@ MUTATIONS = [
         (f"{FUSED}::test_values_and_gradients_are_those_of_float64[windows side by side]",),
     ),
     Mutation(
+        "fused consensus forgets gradients of the network of the groups before",
+        "kernels/consensus/backward.py",
+        "network += torch.bmm(",
+        "network[:] = torch.bmm(",
+        (f"{PIECES}::test_a_small_workspace_gives_the_same[window]",),
+    ),
+    Mutation(
+        "fused consensus takes the first heads' weights for all groups",
+        "graphattn/ops/consensus/triton.py",
+        "(weight[heads] for weight in self._weights)",
+        "(weight[: heads.stop - heads.start] for weight in self._weights)",
+        (f"{PIECES}::test_a_small_workspace_gives_the_same[window]",),
+    ),
+    Mutation(
         "fused consensus forgets what the pieces before have summed up",
         "kernels/consensus/sum_messages.py",
         "self.is_whole = len(pieces) == 1 and not",
@@ -1386,6 +1400,30 @@ MUTATIONS = [
         "axis=of_sources)",
         "axis=logits.ndim - 1)",
         (f"{BENCH}_peers.py::test_the_call_is_one_that_keops_takes",),
+    ),
+    Mutation(
+        "FlexAttention sees one token more than the model beside it",
+        "graphattn/bench/models/whole.py",
+        "return (j <= i) & (j > i - window)",
+        "return (j <= i) & (j >= i - window)",
+        (f"{BENCH}_whole.py::test_the_window_of_flexattention_is_that_of_our_model[causal]",),
+    ),
+    Mutation(
+        "a step by hand reads one token more than its window",
+        "graphattn/bench/models/generation.py",
+        "first = max(0, stop - self.window)",
+        "first = max(0, stop - self.window - 1)",
+        (f"{BENCH}.py::test_every_contender_of_a_case_is_right[causal-step-4096]",),
+    ),
+    Mutation(
+        "a step of the benchmark leaves its token in the cache",
+        "graphattn/bench/models/whole.py",
+        "            cache.truncate(N)\n",
+        "",
+        (
+            f"{BENCH}_whole.py::test_a_step_reads_the_last_token_after_those_it_sees_and_can_be_"
+            "repeated[ours]",
+        ),
     ),
     Mutation(
         "the benchmark times a contender right after another one",
@@ -2065,8 +2103,8 @@ MUTATIONS = [
     Mutation(
         "a kept check is used for another softcap",
         "graphattn/ops/attention/api.py",
-        "backend, top_k, eps, softcap, dropout, *of_bias",
-        "backend, top_k, eps, 0, dropout, *of_bias",
+        "options = top_k, eps, softcap, dropout, *map(int, facts)",
+        "options = top_k, eps, 0, dropout, *map(int, facts)",
         (REPEATED_CALLS,),
     ),
     Mutation(

@@ -174,7 +174,7 @@ def over_time(rows: list[dict[str, Any]], costs: dict[str, float], ax: Any) -> N
             times = [step * seconds for step in steps]
             ax.plot(times, losses, color=f"C{number}", label=None if place else arm)
     ax.set(xlabel="CPU time (seconds)", ylabel="validation loss (nats)")
-    ax.legend()
+    ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False, fontsize="small")
 
 
 def rows_of_costs(costs: dict[str, float]) -> list[dict[str, Any]]:

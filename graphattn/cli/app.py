@@ -101,7 +101,10 @@ def demo(**options: Any) -> None:
         "llama-16384, or transformers for all four. Texts written token by token: "
         "generation. Other operations: consensus, consensus-layer, knn, edges, fiedler, "
         "streaming, streaming-krause. Whole models of ours, one mixer each, and their "
-        "operations alone: mixer-dot-2048 and others, or mixers for all. Layers of 32 tokens: "
+        "operations alone: mixer-dot-2048 and others, or mixers for all. Encoders and causal "
+        "models with every mixer, trained, and a token of generation: encoder-4096, causal-4096, "
+        "causal-step-4096, encoder-32768, causal-32768, causal-step-32768, or whole for all six. "
+        "Layers of 32 tokens: "
         "small-dot, small-rope, small-gka, small-krause, small-linear, small-consensus, or "
         "small-layers for all six. Growth with the number of tokens: scaling. Default: all of "
         "them.",

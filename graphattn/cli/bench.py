@@ -12,6 +12,7 @@ from graphattn.bench.cases.catalogue import CASES
 from graphattn.bench.cases.edges import OVER_EDGES
 from graphattn.bench.cases.mixers import LENGTHS
 from graphattn.bench.cases.small_layers import SMALL
+from graphattn.bench.cases.whole import WHOLE
 from graphattn.bench.measuring.runner import SECONDS, Runner, measure_all
 from graphattn.bench.models.mixers import MIXERS
 from graphattn.bench.reporting import record, tables
@@ -82,7 +83,7 @@ def chosen(names: list[str]) -> list[BenchmarkCase]:
     """Return the cases with these names, or all for none.
 
     The names "irregular", "models", "mixers" (or "mixers-2048" for one length), "transformers",
-    "small-layers" and "scaling" stand for several cases.
+    "whole", "small-layers" and "scaling" stand for several cases.
     """
     known = {case.name: [case] for case in CASES}
     irregular = {"knn", *(case.name for case in OVER_EDGES)}
@@ -93,6 +94,7 @@ def chosen(names: list[str]) -> list[BenchmarkCase]:
         known[f"mixers-{tokens}"] = [case for case in CASES if case.name in names_of_length]
     known["mixers"] = [case for tokens in LENGTHS for case in known[f"mixers-{tokens}"]]
     known["transformers"] = [case for case in CASES if case.name.startswith("llama-")]
+    known["whole"] = WHOLE
     known["small-layers"] = SMALL
     known["scaling"] = [case for case in CASES if case.lengths]
     for name in names:

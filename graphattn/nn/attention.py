@@ -306,6 +306,7 @@ class GraphAttention(AttentionSteps):
             sink=self.sink,
             softcap=self.softcap,
             dropout=self.current_dropout,
+            needs_log_sums=False,
         )
         return out
 

@@ -92,7 +92,8 @@ class RotaryEmbedding(Configured, nn.Module):
 
     def is_plain(self) -> bool:
         """Whether :meth:`turn` and :meth:`rotation` are what is written here."""
-        return type(self) is RotaryEmbedding and not {"turn", "rotation"} & vars(self).keys()
+        own = vars(self)  # torch 2.11 compiles "in", and no other operation on it
+        return type(self) is RotaryEmbedding and "turn" not in own and "rotation" not in own
 
     def __repr__(self) -> str:
         base = int(self.base) if self.base.is_integer() else self.base

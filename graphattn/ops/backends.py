@@ -32,7 +32,7 @@ from graphattn.kernels.shared.launch import is_transformed
 from graphattn.kernels.shared.stored import PRE_DISPATCH, makes_fakes
 from graphattn.ops.counting import register_formulas
 
-BACKEND_NAMES = ("reference", "structured", "native", "triton")
+BACKEND_NAMES = ("reference", "structured", "native", "triton", "fused")
 NAMES = ("auto", *BACKEND_NAMES)  # what an argument `backend` may be
 
 # Looked up once, because torch.compile cannot trace how a library is loaded.

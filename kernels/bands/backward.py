@@ -10,6 +10,10 @@ For RBF, d_query_i = scale sum_j ds_ij (k_j - q_i). The matrix product gives the
 for which ds is rounded to the dtype of the keys. (sum_j ds_ij) q_i is subtracted at the end. Its
 sum, `b_pulled`, is that of the rounded ds, so that rounding errors cancel where k_j = q_i.
 
+The gradient of the scale is the sum of ds_ij times affinities. For dot products this is
+q_i . sum_j ds_ij k_j, whose second factor is formed for d_query anyway. For RBF that would leave
+the sum of ds_ij ||k_j||^2 / 2, which takes as long as the whole.
+
 Names and constants are explained where :mod:`graphattn.kernels.bands.forward` says.
 """
 
@@ -44,6 +48,7 @@ from graphattn.kernels.bands.math import (
     tile_of_program,
     within_reach,
 )
+from graphattn.kernels.shared import tuning
 from graphattn.kernels.shared.exponentials import LOG2E, weights_from
 from graphattn.kernels.shared.layout import side_by_side
 from graphattn.kernels.shared.precision import PIECES, add_product, product
@@ -60,8 +65,8 @@ def d_query_tile(
 ):  # fmt: skip
     """Adds the share of the sources i_column, i_column + 1, ... in the gradients of a tile.
 
-    The tile has ROWS targets: b_d_query is [ROWS, BLOCK_D], b_pulled and b_d_scale are [ROWS]. The
-    last is only summed up if SCALE_GRADIENT.
+    The tile has ROWS targets: b_d_query is [ROWS, BLOCK_D], b_pulled and b_d_scale are [ROWS]. Both
+    are for RBF, and the last is only summed up if SCALE_GRADIENT.
     """
     # [COLUMNS, BLOCK_D] and [ROWS, COLUMNS]
     b_key, b_affinity = load_affinities(
@@ -91,7 +96,7 @@ def d_query_tile(
     b_d_logit = b_weight * (b_d_weight - b_delta[:, None])
     if CAREFUL:
         b_d_logit = tl.where(b_logit == float("-inf"), 0.0, b_d_logit)
-        if SCALE_GRADIENT:
+        if RBF and SCALE_GRADIENT:
             b_affinity = tl.where(b_logit == float("-inf"), 0.0, b_affinity)
         b_key, _ = cleaned(b_key)
     b_rounded = b_d_logit.to(b_key.dtype)
@@ -101,8 +106,8 @@ def d_query_tile(
     # [ROWS]
     if RBF:
         b_pulled += tl.sum(b_wide, axis=1)
-    if SCALE_GRADIENT:
-        b_d_scale += tl.sum(b_wide * b_affinity, axis=1)
+        if SCALE_GRADIENT:
+            b_d_scale += tl.sum(b_wide * b_affinity, axis=1)
     return b_d_query, b_pulled, b_d_scale
 
 
@@ -184,6 +189,8 @@ def d_query_kernel(
         b_query = b_query.to(tl.float32)
         b_d_query = b_d_query - b_pulled[:, None] * b_query
         b_d_scale = b_d_scale - b_pulled * 0.5 * tl.sum(b_query * b_query, axis=1)
+    elif p_d_scale is not None:
+        b_d_scale = tl.sum(b_query.to(tl.float32) * b_d_query, axis=1)
     b_d_query = tl.where(m_alive[:, None], b_d_query * i_scale, 0.0)
     store_features(
         p_d_query, b_d_query, i_target, i_h, H, i_row, band.i_step, band.n_targets, query.WIDTH
@@ -388,13 +395,18 @@ def backward(
     upstream: dict[str, Any] = {"d_out": TokenRows.of(d_out), "p_saved": saved, "p_delta": delta}
     choice = x.choose("d_query")
     tiles = x.of_tiles("targets", choice)
-    shares = x.scale.new_empty(B, tiles["num_tiles"], H) if scale_gradient else None
+    shares = most_registers = None
+    if scale_gradient:
+        shares = x.scale.new_empty(B, tiles["num_tiles"], H)
+        if x.rbf and x.table is None:
+            most_registers = tuning.most_registers(choice, x.query.shape[-1], x.value.shape[-1])
     x.start(
         d_query_kernel,
         B * H * tiles["num_tiles"],
         p_d_query=d_query,
         p_d_scale=shares,
         p_pieces=x.half_squares(),
+        max_registers=most_registers,
         PARTS=x.parts(choice.rows, choice.columns),
         **upstream,
         **tiles,

@@ -2,7 +2,7 @@
 
     python -m graphattn.kernels.check                    # sm_90
     python -m graphattn.kernels.check --all --markdown docs/benchmarks/kernels.md
-    python -m graphattn.kernels.check --measured docs/benchmarks/kernels-h200.json
+    python -m graphattn.kernels.check --measured docs/benchmarks/visits/DATE-GPU.json
 
 Exits with 1 and a list where a kernel spills registers, needs more shared memory than there is,
 or lacks the matrix instruction of its architecture.
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None, *, configurations: str = CONFIG
         "--measured",
         type=Path,
         metavar="FILE",
-        help="times on a GPU, shown beside predictions: kernels.json of `make gpu STEP=times`",
+        help="times on a GPU, shown beside predictions: visit.json of `make gpu STEP=times`",
     )
     options = parser.parse_args(arguments)
     try:

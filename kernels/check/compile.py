@@ -131,11 +131,7 @@ def compile_launch(launch: Launch, arch: str) -> Compiled:
     kernel = triton.compile(
         ASTSource(launch.kernel, *specialize(launch, device.backend)),
         target=GPUTarget(device.backend, device.name, device.warp_size),
-        options={
-            "num_warps": launch.num_warps,
-            "num_stages": launch.num_stages,
-            "enable_fp_fusion": launch.fp_fusion,
-        },
+        options=launch.options,
     )
     if device.backend == "hip":
         return _read_amd(arch, kernel)

@@ -9,13 +9,15 @@ derivatives of its own. With the raw rows l_k,
 and a second matrix product gives the gradient of the hidden vector. The gradients of
 target_hidden and source_hidden are sums of these over edges (`sum_messages`). Gradients of weights
 are products of d l_k and hidden vectors, summed over all edges: both factors are written, a piece
-of the edges at a time, and multiplied by torch.
+of the edges at a time, and multiplied by torch. They are most of what is written for an edge, and
+are freed before other sums are formed.
 
 Names and constants are explained where :mod:`graphattn.kernels.consensus.math` says.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graphattn.kernels.consensus.inputs import ConsensusInputs, HeadFeatures
+from graphattn.kernels.consensus.inputs import ConsensusInputs, HeadFeatures, block_of
 from graphattn.kernels.consensus.math import (
     EXTRA,
     LOGITS,
@@ -210,43 +212,41 @@ def consensus_backward_kernel(
 class Gradients(NamedTuple):
     """Gradients of the tensors of :class:`~graphattn.kernels.consensus.inputs.ConsensusInputs`.
 
-    Each has the shape of its tensor. Those of the network (float32) and of hidden vectors are None
-    if they were not asked for. If u and v are one tensor, `u` is the whole gradient and `v` None.
+    Each has the shape of its tensor. Those of hidden vectors are None if they were not asked for.
+    If u and v are one tensor, `u` is the whole gradient and `v` None.
     """
 
     target_hidden: Tensor | None
     source_hidden: Tensor | None
     u: Tensor
     v: Tensor | None
-    network: tuple[Tensor, ...] | None
 
 
 def backward(
-    inputs: ConsensusInputs, d_gradient: Tensor, d_degree: Tensor | None, *, network: bool
+    inputs: ConsensusInputs, d_gradient: Tensor, d_degree: Tensor | None, *, network: Tensor | None
 ) -> Gradients:
     """Compute gradients from those of g [B, N, H, D] and of the degrees [B, N, H] (None: zero).
 
-    `network` says whether those of the edge network and of its hidden vectors are wanted, too.
+    Those of the edge network are added to `network`, from :func:`no_sums`. If it is None, neither
+    they nor those of hidden vectors are computed. :func:`unpack` takes `network` apart.
     """
     x = inputs
     B, N, H, D = x.u.shape
     M, size = x.v.shape[1], x.u.element_size()
-    widths = (x.columns + EXTRA.value, x.block_xi + EXTRA.value, x.xi)  # of Factors
-    pieces = x.pieces((D + network * sum(widths)) * size)
+    widths = (*_packed(x), x.xi) if network is not None else ()  # of Factors
+    pieces = x.pieces((D + sum(widths)) * size)
     d_gradient = d_gradient if d_gradient.stride(-1) == 1 else d_gradient.contiguous()
     # The gradient of u_i sums R e at the target, that of v_j sums -R e at the source. If u and v
     # are one tensor, its gradient is both.
     dtype, tokens = x.u.dtype, (B, N, H, D)
     d_u = Sum(x.u, tokens, dtype, (1, -1 if x.shared else 0), pieces)
     d_v = None if x.shared else Sum(x.u, (B, M, H, D), dtype, (0, -1), pieces)
-    d_target = Sum(x.u, (B, N, H, x.xi), dtype, (1, 0), pieces) if network else None
-    d_source = Sum(x.u, (B, M, H, x.xi), dtype, (0, 1), pieces) if network else None
-    # [d rows, d alpha, d beta]^T [hidden, 1]: weights and biases of all three in one product.
-    total = x.u.new_zeros((H, *widths[:2]), dtype=torch.float32)
+    d_target = Sum(x.u, (B, N, H, x.xi), dtype, (1, 0), pieces) if widths else None
+    d_source = Sum(x.u, (B, M, H, x.xi), dtype, (0, 1), pieces) if widths else None
     for piece in pieces:
         messages = x.u.new_empty(H, B, piece.places, D)
         factors = None
-        if network:
+        if widths:
             factors = Factors(*(x.u.new_empty(H, B, piece.places, width) for width in widths))
         x.launch_over(
             consensus_backward_kernel,
@@ -259,33 +259,52 @@ def backward(
             factors=factors,
             ENERGY=x.energy,
         )
-        d_u.add(piece, messages)
-        if d_v is not None:
-            d_v.add(piece, messages)
-        if factors is not None and d_target is not None and d_source is not None:
-            d_target.add(piece, factors.p_d_hidden)
-            d_source.add(piece, factors.p_d_hidden)
-            total += torch.bmm(factors.p_d_rows.flatten(1, 2).mT, factors.p_hidden.flatten(1, 2))
+        d_hidden = None
+        if factors is not None and network is not None:
+            # [d rows, d alpha, d beta]^T [hidden, 1]: weights and biases of all three.
+            network += torch.bmm(factors.p_d_rows.flatten(1, 2).mT, factors.p_hidden.flatten(1, 2))
+            d_hidden = factors.p_d_hidden
+        del factors
+        for total, of_edges in (
+            (d_u, messages), (d_v, messages), (d_target, d_hidden), (d_source, d_hidden)
+        ):  # fmt: skip
+            if total is not None and of_edges is not None:
+                total.add(piece, of_edges)
     return Gradients(
         None if d_target is None else d_target.result(),
         None if d_source is None else d_source.result(),
         d_u.result(),
         None if d_v is None else d_v.result(),
-        _unpack(x, total) if network else None,
     )
 
 
-def _unpack(x: ConsensusInputs, total: Tensor) -> tuple[Tensor, ...]:
-    """Gradients of the six parameters, from [H, columns + EXTRA, BLOCK_XI + EXTRA]."""
-    H, D = total.shape[0], x.u.shape[-1]
-    rows = total[:, : x.columns].view(H, -1, x.block_features, total.shape[-1])
-    shear = rows[:, : x.rank, :D]
-    alpha, beta = total[:, x.columns], total[:, x.columns + 1]
+def no_sums(x: ConsensusInputs, heads: int) -> Tensor:
+    """Zeros, to which gradients of the edge network of `heads` heads are added, packed in float32.
+
+    They are [heads, columns + EXTRA, BLOCK_XI + EXTRA]. One tensor takes those of all calls for one
+    network: for other entries of the batch, and in its parts for other heads.
+    """
+    return x.u.new_zeros((heads, *_packed(x)), dtype=torch.float32)
+
+
+def _packed(x: ConsensusInputs) -> tuple[int, int]:
+    return x.columns + EXTRA.value, x.block_xi + EXTRA.value
+
+
+def unpack(total: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+    """Gradients of the six parameters, from :func:`no_sums` with all gradients added.
+
+    `sizes` are those of the weights of Lambda, [H, r, D, xi].
+    """
+    H, r, D, xi = sizes
+    columns, block_xi = (size - EXTRA.value for size in total.shape[1:])
+    shear = total[:, :columns].view(H, -1, block_of(D), block_xi + EXTRA.value)[:, :r, :D]
+    alpha, beta = total[:, columns], total[:, columns + 1]
     return (
-        alpha[:, : x.xi],
-        alpha[:, x.block_xi],
-        beta[:, : x.xi],
-        beta[:, x.block_xi],
-        shear[..., : x.xi],
-        shear[..., x.block_xi],
+        alpha[:, :xi],
+        alpha[:, block_xi],
+        beta[:, :xi],
+        beta[:, block_xi],
+        shear[..., :xi],
+        shear[..., block_xi],
     )

@@ -19,10 +19,15 @@ from graphattn.kernels.shared.layout import Valid, as_bytes
 from graphattn.kernels.shared.precision import product_precision
 from graphattn.kernels.shared.tuning import Choice
 
-WORKSPACE = 1 << 28  # bytes for the messages of a piece of the edges
+WORKSPACE = 7 << 26  # bytes for the messages of a piece of the edges
 STEPS = 4  # tiles of a list of edges that one program takes
 HELD_BYTES = 1 << 17  # the most weights that stay in shared memory; AMD's has 64 KiB in all
 MOST_CHUNKS = 8  # the most tiles of such weights, because the loop over them is unrolled
+
+
+def block_of(features: int) -> int:
+    """A number of features, rounded up to a power of 2 of 16 or more, as tiles need."""
+    return max(triton.next_power_of_2(features), 16)
 
 
 class HeadFeatures(NamedTuple):
@@ -119,7 +124,7 @@ class ConsensusInputs:
     @property
     def block_features(self) -> int:
         """D, rounded up to a power of 2 of 16 or more, as tiles need."""
-        return max(triton.next_power_of_2(self.u.shape[-1]), 16)
+        return block_of(self.u.shape[-1])
 
     @property
     def ranks(self) -> int:

@@ -7,6 +7,8 @@ for windows, whose messages are runs, and `sum_rows_kernel` for lists of edges.
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 import triton
 import triton.language as tl
@@ -117,7 +119,8 @@ def sum_rows_kernel(
 class Sum:
     """A sum over the edges of every token, [B, N, H, width], piece by piece.
 
-    A single piece is written in `dtype` at once. Several are added up in float32 first.
+    A single piece is written in `dtype` at once. Several are added up in float32 first. Memory for
+    the sum is taken when the first piece is added.
 
     Args:
         like: a tensor on the same device.
@@ -137,11 +140,17 @@ class Sum:
         pieces: list[Piece],
     ) -> None:
         self.at, self.dtype = at, dtype
+        self._like, self._sizes = like, sizes
         # If one launch writes every token, the result need not begin with zeros. A list of edges
         # takes one launch for each side.
         self.is_whole = len(pieces) == 1 and not (pieces[0].schedule is not None and all(at))
-        new = like.new_empty if self.is_whole else like.new_zeros
-        self.total = new(sizes, dtype=dtype if self.is_whole else torch.float32)
+
+    @cached_property
+    def total(self) -> Tensor:
+        """The sum of the pieces so far. It has no values before the first if that is the whole."""
+        if self.is_whole:
+            return self._like.new_empty(self._sizes, dtype=self.dtype)
+        return self._like.new_zeros(self._sizes, dtype=torch.float32)
 
     def add(self, piece: Piece, messages: Tensor) -> None:
         """Add the messages [H, B, places, width] of a piece."""

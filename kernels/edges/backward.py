@@ -232,6 +232,7 @@ def backward(
         p_part=part,
         p_d_scale=d_scale,
         p_d_bias=d_bias,
+        max_registers=tuning.most_registers(choice, D, DV) if scale_gradient else None,
     )
     launch_over_split(add_parts_kernel, rows, d_query, p_part=part, p_sum=d_query)
 

@@ -122,6 +122,20 @@ class Launch(NamedTuple):
     num_warps: int
     num_stages: int
     fp_fusion: bool = True
+    max_registers: int | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of the compiler, by its own names."""
+        # fp_fusion is passed, because an environment variable may change Triton's default.
+        named = {
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+            "enable_fp_fusion": self.fp_fusion,
+        }
+        if self.max_registers is not None:  # compilers for other GPUs than NVIDIA's do not know it
+            named["maxnreg"] = self.max_registers
+        return named
 
 
 class Heads(NamedTuple):
@@ -161,12 +175,14 @@ def launch(
     num_warps: int,
     num_stages: int,
     fp_fusion: bool = True,
+    max_registers: int | None = None,
     **arguments: Any,
 ) -> None:
     """Starts a kernel on the device of its tensors; within :func:`recording` it is only recorded.
 
     Without `fp_fusion`, products are rounded before they are added. Kernels that compare sums need
     that: with fused multiply-adds, threads that share a sum may hold different last bits of it.
+    `max_registers` bounds the registers of a thread, so that more programs fit on a multiprocessor.
 
     Raises:
         ValueError: the grid has more programs than a device can start.
@@ -177,15 +193,13 @@ def launch(
             f"{name} must have at most 2^31 - 1 = {MOST_PROGRAMS:,} programs, got "
             f"{math.prod(grid):,}: split the batch, or the heads, into several calls"
         )
+    one = Launch(kernel, grid, arguments, num_warps, num_stages, fp_fusion, max_registers)
     if _receiver is not None:
-        _receiver(Launch(kernel, grid, arguments, num_warps, num_stages, fp_fusion))
+        _receiver(one)
     elif 0 not in grid:
         tensor = next(tensors_in(arguments.values()))
         with torch.cuda.device_of(tensor):  # Triton starts kernels on the current device
-            # fp_fusion is passed, because an environment variable may change Triton's default.
-            kernel[grid](
-                **arguments, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=fp_fusion
-            )
+            kernel[grid](**arguments, **one.options)
 
 
 @contextmanager

@@ -137,6 +137,13 @@ OTHER_SIDE = {
     "forward": "columns", "d_query": "columns", "d_source": "rows", "d_table": "columns",
     "shared_forward": "columns", "shared_backward": "columns",
 }  # fmt: skip
+# Registers of a thread, at most, of programs that also sum up the gradient of the scale; by sizes,
+# for heads of so many features. ptxas would take up to a third more, and one program in three or
+# four would no longer fit on a multiprocessor beside the others. Other heads would spill: of 40
+# features, 56 times in the loop. Chosen by predicted times; no GPU has run them.
+SCALE_REGISTERS = {
+    Choice(64, 16, 4, 3): (64, 128), Choice(64, 32, 4, 2): (64, 168), Choice(4, 8, 1, 1): (16, 96),
+}  # fmt: skip
 
 # Not context variables: on GPUs autograd runs backwards in a thread of its own.
 _override: dict[str, Choice] = {}
@@ -194,6 +201,21 @@ def choose_for_edges(kernel: str, width: int, degree: float) -> Choice:
         return Choice(rows if slots <= most else 1, slots, warps, 1)
     slots = min(slots, most)
     return Choice(rows * most // slots, slots, 1, 1)
+
+
+def most_registers(choice: Choice, *widths: int) -> int | None:
+    """Bound the registers of a thread in d_query with the gradient of the scale; None: no bound.
+
+    `widths` are features of queries and values.
+
+    Example:
+        >>> from graphattn.kernels.shared import tuning
+        >>> with tuning.compiling_for("sm_90"):
+        ...     tuning.most_registers(tuning.Choice(64, 32, 4, 2), 64, 64)
+        168
+    """
+    width, registers = SCALE_REGISTERS.get(choice, (0, None))
+    return registers if architecture() == "sm_90" and set(widths) == {width} else None
 
 
 def power_of_2(number: int) -> int:

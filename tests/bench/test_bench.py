@@ -20,13 +20,14 @@ from graphattn.bench.cases import catalogue as cases
 from graphattn.bench.cases import inputs
 from graphattn.bench.cases import least_work as work
 from graphattn.bench.cases import mixers as mixer_cases
+from graphattn.bench.cases import whole as whole_cases
 from graphattn.bench.cases.case import BOTH, FORWARD, BenchmarkCase, Target
 from graphattn.bench.contenders import fused_attention
 from graphattn.bench.contenders import peers as contenders
 from graphattn.bench.measuring import correctness as gate
 from graphattn.bench.measuring import gpu_clock, memory, runner
 from graphattn.bench.measuring import passes as measure
-from graphattn.bench.models import vision
+from graphattn.bench.models import training, vision
 from graphattn.bench.reporting import record, tables
 from graphattn.cli import bench
 
@@ -60,6 +61,8 @@ TINY = {
     "small": {"tokens": 10, "dim": 16},
     "llama": {"tokens": 24, "window": 4, "top_k": 2, "dim": 16, "layers": 2},
     "mixer": {"tokens": 24, "dim": 12, "window": 4, "top_k": 2},
+    "encoder": {"tokens": 24, "dim": 16, "window": 4, "top_k": 2},
+    "causal": {"tokens": 24, "dim": 16, "window": 4, "top_k": 2},
     "generation": {"prompt": 5, "new_tokens": 6, "dim": 16, "window": 4},
     "scaling-window": {"window": 4, "features": 4},
     "scaling-consensus": {"dim": 8, "edge_hidden": 4},
@@ -92,12 +95,13 @@ CASES = {case.name: tiny(case) for case in cases.CASES}
 LANGUAGE = [name for name in CASES if name.startswith("llama-")]
 MODELS = ["gka-tiny", "gka-small", "gka-base"]
 MIXERS = [case.name for case in mixer_cases.WHOLE_MODELS]
+WHOLE = [case.name for case in whole_cases.WHOLE]
 OPERATIONS = [
     name
     for name, case in CASES.items()
     if case.backward
     and not case.lengths
-    and name not in (*MODELS, *LANGUAGE, *MIXERS, "consensus-layer")
+    and name not in (*MODELS, *LANGUAGE, *MIXERS, *WHOLE, "consensus-layer")
     and not name.startswith("small-")
 ]
 
@@ -393,7 +397,7 @@ def test_a_ratio_is_the_median_of_the_rounds():
 
 def test_every_row_of_the_page_of_targets_has_one():
     scaling = ("scaling-window", "scaling-consensus")
-    without = {*scaling, "crossover", "generation", *LANGUAGE, *MIXERS}
+    without = {*scaling, "crossover", "generation", *LANGUAGE, *MIXERS, *WHOLE}
     assert {case.name for case in cases.CASES if case.targets} == set(CASES) - without
     for case in cases.CASES:
         for target in case.targets:
@@ -723,7 +727,7 @@ def test_a_step_of_training_is_that_of_adamw_and_leaves_no_gradients():
     run = vision.VisionRun("gka")
     model = x.trained["gka"].model
     twin = copy.deepcopy(model)
-    optimizer = torch.optim.AdamW(twin.parameters(), lr=vision.LEARNING_RATE)
+    optimizer = torch.optim.AdamW(twin.parameters(), lr=training.LEARNING_RATE)
     torch.nn.functional.cross_entropy(twin(x.images), x.labels).backward()
     optimizer.step()
     weights = sum(4.0 * p.numel() for p in model.parameters())

@@ -78,7 +78,13 @@ def faulty():
         case("large", M=64, K=256, num_stages=8),
         case("ieee", dtype=torch.float32, M=64, K=32, PRECISION="ieee"),
         case("refused", K=63),
+        bounded(case("bounded"), 64),
     ]
+
+
+def bounded(configuration, registers):
+    launch = configuration.launch._replace(max_registers=registers)
+    return configuration._replace(launch=launch)
 """
 
 CHECK = """
@@ -201,6 +207,9 @@ def test_every_fault_is_found_and_fails_the_command(faulty: Any) -> None:
     assert any(problem.startswith("spills ") for problem in spilling["problems"])
     # A warpgroup is four warps: one warp alone has no wgmma.
     assert "has no wgmma (HGMMA), but HMMA" in spilling["problems"]
+    # Accumulators of 128 x 64 in four warps are 64 registers a thread.
+    assert table["bounded", "sm_90"]["compiled"]["registers"] == 64
+    assert table["sound", "sm_90"]["compiled"]["registers"] > 64
     (large,) = table["large", "sm_90"]["problems"]
     assert "of shared memory, sm_90 has 227 KiB" in large
     assert table["ieee", "sm_90"]["problems"] == ["has no wgmma (HGMMA), but no other"]

@@ -38,6 +38,26 @@ def test_a_common_offset_costs_no_digits(name: str, device: str) -> None:
     check(kernels(CASES[name], device), exact(CASES[name]), 1e-5)
 
 
+@pytest.mark.parametrize(
+    ("strength", "offset"), [((0.0, 0.5), 0.0), ((1e-4, -1e-4), 100.0)], ids=["zero", "far"]
+)
+@pytest.mark.parametrize("name", ["causal window", "padding"])
+def test_the_gradient_of_a_scale_has_the_digits_of_float32(
+    name: str, strength: tuple[float, ...], offset: float, device: str
+) -> None:
+    """The error is at most twice that of the reference backend in float32, also for a scale of 0.
+
+    The gradient is formed from d_query, before that is multiplied by the scale.
+    """
+    case = replace(CASES[name], score="dot", strength=strength, offset=offset)
+    expected = exact(case)
+    in_torch = solve(case, case.tensors(), case.upstream(), backend="reference")
+    allowed = {n: 2 * e + 1e-6 for n, e in errors(in_torch, expected).items()}
+    got = errors(kernels(case, device), expected)
+    assert expected["strength"].abs().min() > 0
+    assert got["strength"] <= allowed["strength"], (got, allowed)
+
+
 def with_outlier(name: str, place: int) -> tuple[Case, Tensors]:
     """One token at 1e4 in every feature, the others around 0."""
     case = replace(CASES[name], offset=0.0)

@@ -6,6 +6,7 @@ PLANS = "tests/distributed/test_plans.py"
 ROWS = f"{PLANS}::test_a_plan_has_the_rows_that_the_edges_need_and_no_others"
 
 WHOLE = "tests/ops/test_ops_whole.py"
+FUSED = "tests/ops/test_ops_fused.py"
 MUTATIONS = [
     Mutation(
         "an owner is read from the chunk after the one it owns",
@@ -83,6 +84,76 @@ MUTATIONS = [
         "of_query = of_query * self.query.shape[-1]",
         "pass",
         (f"{WHOLE}::test_many_features_of_moderate_size_are_too_large_together",),
+    ),
+    Mutation(
+        "half squares are rounded to half precision",
+        "graphattn/ops/attention/fused.py",
+        "return 1 if dtype in WIDE else 3",
+        "return 1",
+        (f"{FUSED}::test_half_squares_keep_the_digits_of_float32_in_half_precision",),
+    ),
+    Mutation(
+        "half squares overflow in float16",
+        "graphattn/ops/attention/fused.py",
+        "UNIT = 64.0",
+        "UNIT = 1.0",
+        (f"{FUSED}::test_half_squares_beyond_the_largest_number_of_float16_are_finite",),
+    ),
+    Mutation(
+        "half squares have no gradient",
+        "graphattn/ops/attention/fused.py",
+        "pieces[0] = pieces[0] + (half - half.detach()).to(dtype)",
+        "pass",
+        (f"{FUSED}::test_values_and_gradients_are_those_of_the_reference",),
+    ),
+    Mutation(
+        "sequences of a batch may differ",
+        "graphattn/ops/attention/fused.py",
+        "not all(part == parts[0] for part in parts[1:])",
+        "False",
+        (f"{FUSED}::test_other_graphs_are_refused",),
+    ),
+    Mutation(
+        "engines get a scale that is not positive",
+        "graphattn/ops/attention/fused.py",
+        "if scale is None or scale <= 0:",
+        "if scale is None:",
+        (f"{FUSED}::test_a_scale_that_is_not_positive_is_no_matter",),
+    ),
+    Mutation(
+        "second derivatives of fused attention get lost",
+        "graphattn/ops/attention/fused.py",
+        "if not torch.is_grad_enabled():",
+        "if True:",
+        (f"{FUSED}::test_gradients_can_be_differentiated",),
+    ),
+    Mutation(
+        "features that do not lie side by side are left to torch",
+        "graphattn/ops/attention/fused.py",
+        "return x if x.stride(-1) == 1 else x.contiguous()",
+        "return x",
+        (f"{FUSED}::test_no_logits_of_all_pairs_are_stored",),
+    ),
+    Mutation(
+        '"auto" takes fused attention over causal graphs',
+        "graphattn/ops/attention/fused.py",
+        "sequences is None or sequences[1]",
+        "sequences is None",
+        (f"{FUSED}::test_auto_takes_what_was_measured_to_be_the_fastest",),
+    ),
+    Mutation(
+        "the mean of no keys is NaN",
+        "graphattn/ops/attention/fused.py",
+        "count = max(key.shape[1], 1)",
+        "count = key.shape[1]",
+        (f"{FUSED}::test_values_and_gradients_are_those_of_the_reference",),
+    ),
+    Mutation(
+        "a call with a mask runs as one without",
+        "graphattn/ops/attention/api.py",
+        "bias is not None, per_offset, valid != (None, None), needs_log_sums",
+        "bias is not None, per_offset, False, needs_log_sums",
+        (f"{FUSED}::test_options_are_refused_with_the_reason",),
     ),
     Mutation(
         "networks of full width share one first layer",

@@ -91,7 +91,7 @@ ON_BLOCKS: dict[str, other.Run] = {
     "blocks + numpy.sort": blocks.blocks_top_k(blocks.largest_by_numpy),
 }
 BLOCKS_DOT = "blocks + SDPA (dot product)"
-STRUCTURED = f"{OURS}, structured"
+STRUCTURED, FUSED = f"{OURS}, structured", f"{OURS}, fused"
 OUR_DOT = f"{OURS} (dot product)"
 FLASH, CUDNN = "SDPA flash (dot product)", "SDPA cuDNN (dot product)"
 DENSE: dict[str, other.Run] = {
@@ -123,6 +123,7 @@ ATTENTION = [
         attention_over(everything),
         {
             OURS: ours.rbf,
+            FUSED: ours.rbf_fused,
             FLEX: flex.flex_rbf,
             "masked dense": other.masked_dense,
             "KeOps": other.keops,
@@ -140,7 +141,12 @@ ATTENTION = [
         "Gaussian kernel attention: query, key and value are one tensor, complete graph",
         sizes(batch=(2, 1, 1), tokens=(256, 4096, 16384), **HEADS),
         attention_over(everything, shared=True),
-        {OURS: ours.rbf, FLEX: flex.flex_rbf, "masked dense": other.masked_dense},
+        {
+            OURS: ours.rbf,
+            FUSED: ours.rbf_fused,
+            FLEX: flex.flex_rbf,
+            "masked dense": other.masked_dense,
+        },
         {**DENSE, FLASH_WINDOW: fused.flash_window},
         targets=(*fast((FLASH, CUDNN), 1.0, device="cuda"), *share_of_bound(0.6, device="cuda")),
         work=work.attention(all_pairs, tensors=2),

@@ -26,6 +26,7 @@ from graphattn.bench.cases.inputs import (
 from graphattn.bench.cases.least_work import Size
 from graphattn.bench.cases.mixers import WHOLE_MODELS
 from graphattn.bench.cases.small_layers import SMALL
+from graphattn.bench.cases.whole import WHOLE
 from graphattn.bench.contenders import ours
 from graphattn.bench.contenders import peers as other
 from graphattn.bench.models.generation import (
@@ -137,6 +138,7 @@ CASES = [
     vision_case("gka-base", "GKA-B and DeiT-B", 768, 12, 128),
     *(language_case(tokens) for tokens in (2048, 4096, 8192, 16384)),
     *WHOLE_MODELS,
+    *WHOLE,
     *CONSENSUS,
     *SMALL,
     BenchmarkCase(

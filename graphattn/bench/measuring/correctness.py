@@ -32,6 +32,7 @@ from graphattn.bench.models.language import LanguageInputs, LanguageRun
 from graphattn.bench.models.language import in_float64 as language_in_float64
 from graphattn.bench.models.mixers import MixerInputs, MixerTruth
 from graphattn.bench.models.vision import VisionInputs, VisionRun
+from graphattn.bench.models.whole import StepInputs, StepTruth, WholeInputs, WholeTruth
 
 SAMPLED_ROWS = 16
 ALLOWED = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2, torch.float64: 1e-10}
@@ -319,4 +320,6 @@ TRUTHS: dict[type, Callable[[Any], Truth]] = {
     LanguageInputs: LanguageTruth,
     GenerationInputs: GenerationTruth,
     MixerInputs: MixerTruth,
+    WholeInputs: WholeTruth,
+    StepInputs: StepTruth,
 }

@@ -14,7 +14,6 @@ from graphattn.bench.cases.catalogue import CASES
 from graphattn.bench.cases.least_work import Size
 from graphattn.bench.contenders.peers import Run
 from graphattn.bench.measuring.passes import one_pass
-from graphattn.bench.models.vision import VisionRun
 from graphattn.bench.reporting.record import OURS
 
 
@@ -53,7 +52,7 @@ def _report_peak(sender: Any, case: str, contender: str, size: Size, backward: b
         if inputs is None or contender.startswith(OURS):
             inputs = benchmark_case.make(size, torch.device("cpu"), torch.float32)
         is_forgotten = _forget_peak()
-        before, of_model = _peak(), held(run, inputs)
+        of_model, before = held(run, inputs), _peak()
         one_pass(run, inputs, backward=backward)
         peaks.append(1024.0 * (_peak() - before) + of_model)
     sender.send(peaks[-1] if is_forgotten else peaks[0])
@@ -83,5 +82,6 @@ def cuda_peak(run: Run, inputs: Any, *, backward: bool) -> float:
 
 
 def held(run: Run, inputs: Any) -> float:
-    """Return the bytes between two passes: weights and optimizer of a vision model, else 0."""
-    return run.held(inputs) if isinstance(run, VisionRun) else 0.0
+    """Return the bytes between two passes: weights and optimizer, or caches of a model, else 0."""
+    of_model = getattr(run, "held", None)
+    return 0.0 if of_model is None else float(of_model(inputs))

@@ -14,7 +14,7 @@ from torch import Tensor
 from graphattn.bench.contenders.peers import Run
 from graphattn.bench.measuring.gpu_clock import GpuClock
 from graphattn.bench.measuring.host_clock import HostClock, LongClock, fastest
-from graphattn.bench.models.vision import VisionRun
+from graphattn.bench.models.training import TrainingRun
 
 GIGABYTE = 2**30
 TWO_WILL_DO = 3.0  # seconds of a pass; from here on, a contender takes part in two rounds only
@@ -53,12 +53,12 @@ def _median_and_spread(values: list[float]) -> tuple[float, float]:
 
 
 def one_pass(run: Run, inputs: Any, *, backward: bool) -> None:
-    """Run a forward pass, or also a backward pass from ones; a vision model takes one step."""
+    """Run a forward pass, or also a backward pass from ones, or a step of training."""
     if not backward:
         with torch.no_grad():
             run(inputs)
         return
-    if isinstance(run, VisionRun):
+    if isinstance(run, TrainingRun):
         run.step(inputs)
         return
     out = run(inputs)

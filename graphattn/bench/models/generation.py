@@ -10,6 +10,7 @@ cache stops growing.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import graphattn as ga
+from graphattn.bench.contenders.peers import compile_once
 
 VOCABULARY = 1000
 DOT, PLAIN, GKA, WINDOWED = "dot", "plain", "gka", "windowed"
@@ -51,7 +53,9 @@ class PlainLanguageModel(nn.Module):
     """A model in plain PyTorch, equal to a :class:`~graphattn.models.CausalLM` of dot products.
 
     Args:
-        model: model whose weights are used, with rotary positions and without a window.
+        model: model whose weights are used, with rotary positions. It may have one window for all
+            blocks; a step then reads only that part of the cache.
+        compiled: whether the block of a step is compiled, once for each place of a text.
 
     Example:
         >>> import torch, graphattn as ga
@@ -63,9 +67,11 @@ class PlainLanguageModel(nn.Module):
         True
     """
 
-    def __init__(self, model: ga.models.CausalLM) -> None:
+    def __init__(self, model: ga.models.CausalLM, *, compiled: bool = False) -> None:
         super().__init__()
         first: Any = model.blocks[0]
+        self.window = model.windows[0]
+        self.run_block = compile_once(self._block) if compiled else self._block
         self.heads, self.head_dim = first.mixer.heads, first.mixer.head_dim
         self.base = first.mixer.rotary.base
         self.embedding, self.norm, self.head = model.embedding, model.norm, model.head
@@ -87,35 +93,64 @@ class PlainLanguageModel(nn.Module):
     @torch.no_grad()
     def generate(self, tokens: Tensor, count: int) -> Tensor:
         """Extend prompts [B, N] by the likeliest tokens, [B, N + count]."""
-        B, N = tokens.shape
-        text = torch.cat([tokens, tokens.new_zeros(B, count)], 1)
-        like = self.embedding.weight
-        shape = (len(self.blocks), 2, B, self.heads, N + count, self.head_dim)
-        cache = torch.empty(shape, dtype=like.dtype, device=like.device)
-        cos, sin = rotations(N + count, self.head_dim, self.base, like)
+        N = tokens.shape[1]
+        text = torch.cat([tokens, tokens.new_zeros(len(tokens), count)], 1)
+        read, _ = self.reader(text)
         here = slice(0, N)
         for t in range(N, N + count):
-            logits = self._read(text[:, here], here, cache, cos[here], sin[here])
-            text[:, t] = logits.argmax(-1)
+            text[:, t] = read(here).argmax(-1)
             here = slice(t, t + 1)
         return text
 
-    def _read(self, tokens: Tensor, here: slice, cache: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Read some tokens, extend the cache, and return the logits after the last one, [B, V]."""
-        x = self.embedding(tokens)
-        for block, (keys, values) in zip(self.blocks, cache, strict=True):
-            parts: Any = block
-            qkv = parts["qkv"](parts["mixer_norm"](x)).unflatten(-1, (3, self.heads, -1))
-            q, k, v = qkv.permute(2, 0, 3, 1, 4)
-            q, keys[:, :, here], values[:, :, here] = rotated(q, cos, sin), rotated(k, cos, sin), v
-            seen = slice(0, here.stop)
-            mixed = functional.scaled_dot_product_attention(
-                q, keys[:, :, seen], values[:, :, seen], is_causal=here.start == 0
-            )
-            x = x + parts["output"](mixed.transpose(1, 2).flatten(2))
-            x = x + parts["mlp"](parts["mlp_norm"](x))
-        logits: Tensor = self.head(self.norm(x[:, -1]))
-        return logits
+    def reader(self, text: Tensor) -> tuple[Callable[[slice], Tensor], float]:
+        """Return a function that reads some of the tokens [B, N], and the bytes of its cache.
+
+        It returns the logits after the last one that it has read, [B, V]. The first call reads any
+        number of tokens from the first on, and later calls one each.
+        """
+        B, N = text.shape
+        like = self.embedding.weight
+        shape = (len(self.blocks), 2, B, self.heads, N, self.head_dim)
+        cache = torch.empty(shape, dtype=like.dtype, device=like.device)
+        cos, sin = rotations(N, self.head_dim, self.base, like)
+
+        def read(here: slice) -> Tensor:
+            x = self.embedding(text[:, here])
+            for block, (keys, values) in zip(self.blocks, cache, strict=True):
+                run = self._block if here.start == 0 else self.run_block
+                x = run(block, x, keys, values, here.start, here.stop, cos[here], sin[here])
+            logits: Tensor = self.head(self.norm(x[:, -1]))
+            return logits
+
+        return read, float(cache.nbytes)
+
+    def _block(
+        self,
+        parts: Any,
+        x: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        start: int,
+        stop: int,
+        *angles: Tensor,
+    ) -> Tensor:
+        """Run a block on the tokens [B, n, dim] at some places, and extend its cache."""
+        here, first, mask = slice(start, stop), 0, None
+        qkv = parts["qkv"](parts["mixer_norm"](x)).unflatten(-1, (3, self.heads, -1))
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        q, keys[:, :, here], values[:, :, here] = rotated(q, *angles), rotated(k, *angles), v
+        if self.window is not None and start > 0:
+            first = max(0, stop - self.window)
+        elif self.window is not None:
+            mask = ga.causal_window_graph(stop, self.window).to_mask().to(x.device)
+        seen = slice(first, stop)
+        mixed = functional.scaled_dot_product_attention(
+            q, keys[:, :, seen], values[:, :, seen], mask,
+            is_causal=start == 0 and mask is None,
+        )  # fmt: skip
+        x = x + parts["output"](mixed.transpose(1, 2).flatten(2))
+        out: Tensor = x + parts["mlp"](parts["mlp_norm"](x))
+        return out
 
 
 @dataclass(frozen=True)

@@ -46,11 +46,28 @@ MIXERS: dict[str, dict[str, Any]] = {
 }
 
 
-class FusedCausalAttention(nn.Module):
-    """The peer as a mixer: one projection to queries, keys and values, rotations, causal SDPA."""
+def causal_sdpa(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attend to all earlier tokens, [B, H, N, D]."""
+    return functional.scaled_dot_product_attention(query, key, value, is_causal=True)
 
-    def __init__(self, layer: ga.nn.DotProductAttention) -> None:
+
+class FusedCausalAttention(nn.Module):
+    """The peer as a mixer: one projection to queries, keys and values, rotations, causal SDPA.
+
+    Args:
+        layer: layer of dot products whose weights are used.
+        attend: takes queries, keys and values [B, H, N, D], if not causal SDPA.
+        angles: cos and sin of the rotations, which are otherwise computed in every call.
+    """
+
+    def __init__(
+        self,
+        layer: ga.nn.DotProductAttention,
+        attend: Callable[[Tensor, Tensor, Tensor], Tensor] = causal_sdpa,
+        angles: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
         super().__init__()
+        self.attend, self.angles = attend, angles
         self.dim, self.heads, self.output_proj = layer.dim, layer.heads, layer.output_proj
         self.qkv = fused_projection(layer)
         assert layer.rotary is not None
@@ -59,9 +76,9 @@ class FusedCausalAttention(nn.Module):
     def forward(self, x: Tensor, graph: Any, *, valid: Any = None, positions: Any = None) -> Tensor:
         """Mix tokens, [1, N, dim] -> [1, N, dim]; the graph is not used."""
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        angles = rotations(x.shape[1], q.shape[-1], self.base, x)
+        angles = self.angles or rotations(x.shape[1], q.shape[-1], self.base, x)
         q, k = (rotated(t, *angles) for t in (q, k))
-        out = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out = self.attend(q, k, v)
         projected: Tensor = self.output_proj(out.transpose(1, 2).flatten(2))
         return projected
 
@@ -294,9 +311,16 @@ class MixerTruth:
 
     def errors_of(self, run: Any) -> tuple[float, float]:
         """Return the errors of features and of all gradients that both models have by name."""
-        out, gradients = self.of(run, self.inputs)
-        names = [name for name in self.gradients if name in gradients]
-        pairs = [(gradients[name].double(), self.gradients[name]) for name in names]
-        wrong = sum(float((a - b).square().sum()) for a, b in pairs) ** 0.5
-        scale = sum(float(b.square().sum()) for _, b in pairs) ** 0.5
-        return float((out.double() - self.out).norm() / self.out.norm()), wrong / scale
+        return errors_between(self.of(run, self.inputs), (self.out, self.gradients))
+
+
+def errors_between(
+    found: tuple[Tensor, dict[str, Tensor]], truth: tuple[Tensor, dict[str, Tensor]]
+) -> tuple[float, float]:
+    """Return the errors of a result, and of those gradients that both have by name."""
+    (out, gradients), (true_out, true_gradients) = found, truth
+    names = [name for name in true_gradients if name in gradients]
+    pairs = [(gradients[name].double(), true_gradients[name]) for name in names]
+    wrong = sum(float((a - b).square().sum()) for a, b in pairs) ** 0.5
+    scale = sum(float(b.square().sum()) for _, b in pairs) ** 0.5
+    return float((out.double() - true_out).norm() / true_out.norm()), wrong / scale

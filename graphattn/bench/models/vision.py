@@ -11,7 +11,6 @@ the same (Projection-Free Transformers via Gaussian Kernel Attention).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +19,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import graphattn as ga
 from graphattn.bench.contenders.fused_attention import refuse_cudnn_on_a_cpu
+from graphattn.bench.models.training import Training, TrainingRun, in_training
 
 PATCH, CLASSES, MLP_RATIO = 16, 1000, 4
-LEARNING_RATE = 1e-5  # small, because all steps use the same images
 
 
 class FusedAttention(nn.Module):
@@ -98,20 +97,13 @@ def vision_model(mixer: str, dim: int, heads: int, depth: int, pixels: int = 224
     return ga.models.VisionTransformer(pixels, PATCH, CLASSES, dim, depth, heads, mixer="gka")
 
 
-class VisionTraining(NamedTuple):
-    """A model and its optimizer."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-
-
 @dataclass(frozen=True)
 class VisionInputs:
     """Images, their classes, and a model per mixer, with weights in the dtype of the images."""
 
     images: Tensor
     labels: Tensor
-    trained: dict[str, VisionTraining]
+    trained: dict[str, Training]
 
 
 def vision_inputs(size: dict[str, int], device: torch.device, dtype: torch.dtype) -> VisionInputs:
@@ -121,24 +113,19 @@ def vision_inputs(size: dict[str, int], device: torch.device, dtype: torch.dtype
     images = torch.randn(size["images"], 3, pixels, pixels, generator=generator)
     labels = torch.randint(CLASSES, (size["images"],), generator=generator)
 
-    def trained(mixer: str) -> VisionTraining:
+    def trained(mixer: str) -> Training:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = vision_model(mixer, size["dim"], size["heads"], size["depth"], pixels)
-        # `capturable` stores the number of steps on the GPU, so the host need not wait.
-        optimizer = torch.optim.AdamW(
-            model.to(device, dtype).parameters(), lr=LEARNING_RATE, fused=True,
-            capturable=device.type == "cuda",
-        )  # fmt: skip
-        return VisionTraining(model, optimizer)
+        return in_training(model, device, dtype)
 
     models = {mixer: trained(mixer) for mixer in ("dot", "gka")}
     return VisionInputs(images.to(device, dtype), labels.to(device), models)
 
 
 @dataclass(frozen=True)
-class VisionRun:
-    """A contender that is a model; its forward and backward pass is one training step."""
+class VisionRun(TrainingRun):
+    """A contender that is a model."""
 
     mixer: str
     backend: SDPBackend = SDPBackend.FLASH_ATTENTION  # only the mixer "dot" uses it
@@ -152,19 +139,8 @@ class VisionRun:
             logits: Tensor = x.trained[self.mixer].model(images)
             return logits
 
-    def loss(self, x: VisionInputs, which: slice) -> Tensor:
+    def training(self, x: VisionInputs) -> Training:
+        return x.trained[self.mixer]
+
+    def loss(self, x: VisionInputs, which: slice = slice(None)) -> Tensor:
         return functional.cross_entropy(self.logits(x, x.images[which]).float(), x.labels[which])
-
-    def step(self, x: VisionInputs) -> None:
-        """Run a training step: forward pass, backward pass, AdamW; then free the gradients."""
-        optimizer = x.trained[self.mixer].optimizer
-        self.loss(x, slice(None)).backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    def held(self, x: VisionInputs) -> float:
-        """Return the bytes of weights and optimizer state; the first step makes the latter."""
-        model, optimizer = x.trained[self.mixer]
-        numbers = [t for state in optimizer.state.values() for t in state.values()]
-        tensors = [*model.parameters(), *(t for t in numbers if isinstance(t, Tensor))]
-        return float(sum(t.nbytes for t in tensors))

@@ -103,9 +103,13 @@ class Record:
 
 
 def read(path: Path) -> Record:
-    """Read a record that :meth:`Record.write` wrote; raise a ValueError for any other file."""
+    """Read a record that :meth:`Record.write` wrote; raise a ValueError for any other file.
+
+    A file with more than that has the record under "benchmark" (`docs/benchmarks/visits`).
+    """
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
+        record = record.get("benchmark", record)
         return Record(
             record["provenance"],
             [Row(**row) for row in record["rows"]],
@@ -114,7 +118,9 @@ def read(path: Path) -> Record:
             record["missing"],
             record.get("measured", []),
         )
-    except (KeyError, TypeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (
+        AttributeError, KeyError, TypeError, json.JSONDecodeError, UnicodeDecodeError
+    ) as error:  # fmt: skip
         raise ValueError(
             f"{path} must be a record that `graphattn bench --json` wrote, but it cannot be read: "
             f"{error!r}"

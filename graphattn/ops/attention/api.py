@@ -139,7 +139,7 @@ def rbf_attention(
             tables, :class:`~graphattn.nn.DistanceBias` biases of edges in space.
         valid: bool [*, N] or [N], or a pair for (targets, sources); an edge that touches an
             invalid token is no edge, and what invalid tokens hold is never read.
-        backend: "auto", "reference", "structured", "native" or "triton"
+        backend: "auto", "reference", "structured", "native", "triton" or "fused"
             (:func:`~graphattn.backends`).
         return_lse: also return the logarithm of the sum above (after top-k, without eps, sink and
             dropout), [*, N, H], -inf for a target without edges; float32 for half-precision inputs.
@@ -403,6 +403,7 @@ def attend(
     sink: float | Tensor | None,
     dropout: float,
     generator: torch.Generator | None = None,
+    needs_log_sums: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Check a call, choose its backend, run it, and apply eps and the sink to the result.
 
@@ -420,18 +421,23 @@ def attend(
         score: gives the logits [*, E, H].
         edge_bias: [E, H], [*, E, H] or [offsets, H].
         sink: a number, or a tensor broadcastable to [H].
+        needs_log_sums: whether the caller reads them.
 
     Returns:
-        The output [*, N, H, Dv] and the log-sums [*, N, H].
+        The output [*, N, H, Dv] and the log-sums [*, N, H]. These are None from a backend without
+        them ("fused"), which runs only if they are not needed.
     """
     bias, per_offset = as_bias(edge_bias, graph, query)
+    needs_log_sums = needs_log_sums or sink is not None
 
     def check() -> Checked:
-        call = AttentionCall(query, key, value, graph, score, None, bias, per_offset)
+        call = AttentionCall(query, key, value, graph, score, None, bias, per_offset, valid)
+        call = call._replace(needs_log_sums=needs_log_sums)
         return _check(call, backend, top_k, eps, softcap, dropout)
 
-    of_bias = int(bias is not None), int(per_offset)
-    kind = kind_of_call(query, key, value, score, backend, top_k, eps, softcap, dropout, *of_bias)
+    facts = bias is not None, per_offset, valid != (None, None), needs_log_sums
+    options = top_k, eps, softcap, dropout, *map(int, facts)
+    kind = kind_of_call(query, key, value, score, backend, *options)
     checked = check() if kind is None else graph.derived(kind, check)
     ready = score.ready(query.shape[-2], query)
     sink_logits = check_sink(sink, query.shape[-2], query)
@@ -462,6 +468,7 @@ def _check(
     check_qkv(call.query, call.key, call.value)
     call = with_options(call, top_k, softcap, dropout)
     eps = as_float("eps", eps, positive=False)
+    call = call._replace(needs_log_sums=call.needs_log_sums or eps > 0)
     chosen = choose(BACKENDS, call, backend)
     plan = plan_to_keep(call, chosen.name)
     return Checked(call.top_k, eps, call.softcap, call.dropout, chosen, plan)
@@ -483,7 +490,7 @@ def _attend(
     by_edge = options["edge_bias"] is not None
     graph = check_graph(graph, query, N, M, per_edge=by_edge, source=key)
     masks = check_valid(valid, query.shape[:-3], query.device, N, M)
-    out, lse = attend(query, key, value, graph, masks, score, **options)
+    out, lse = attend(query, key, value, graph, masks, score, needs_log_sums=return_lse, **options)
     return (out, lse) if return_lse else out
 
 

@@ -9,14 +9,21 @@ import torch
 from torch import Tensor
 
 from graphattn.graphs.token_graph import makes_fakes
-from graphattn.ops.attention import native, operators, reference, structured, triton
+from graphattn.ops.attention import fused, native, operators, reference, structured, triton
 from graphattn.ops.attention.calls import AttentionCall
-from graphattn.ops.attention.logits.score import WIDE
+from graphattn.ops.attention.logits.score import WIDE, known_score
 from graphattn.ops.backends import Backend, is_watched, why_not_native
 from graphattn.ops.counting import note_uncounted
-from graphattn.ops.inputs import clear_invalid
+from graphattn.ops.inputs import clear_invalid, may_be_differentiated
 
 Result = tuple[Tensor, Tensor]  # [*, N, H, Dv] and log-sums [*, N, H]
+
+
+def _why_not_fused(call: AttentionCall) -> str | None:
+    """The reason why torch's fused attention cannot run a call; None if it can."""
+    if call.score.kernel is None:
+        return f"it knows DotProduct and GaussianKernel, not the score {call.score}"
+    return fused.why_not(call)
 
 
 def _why_not_triton(call: AttentionCall) -> str | None:
@@ -43,6 +50,22 @@ def _why_not_structured(call: AttentionCall) -> str | None:
 def _is_on_gpu(call: AttentionCall) -> bool:
     """Whether "auto" may take "triton": elsewhere its kernels run in an interpreter."""
     return call.query.device.type == "cuda"
+
+
+def _run_fused(call: AttentionCall) -> tuple[Tensor, None]:
+    """Run torch's fused attention, which has no log-sums and no second derivatives."""
+    out, kernel = fused.attend(call), call.score.kernel
+    tensors = call.query, call.key, call.value, call.scale
+    if is_watched(call.query) or not may_be_differentiated(tensors):
+        return out, None
+    assert kernel is not None
+
+    def again(query: Tensor, key: Tensor, value: Tensor, scale: Tensor) -> Tensor:
+        score = known_score(kernel, scale)
+        same = call._replace(query=query, key=key, value=value, score=score)
+        return structured.attend(same.widened())[0]
+
+    return fused.differentiable_again(out, tensors, again), None
 
 
 def _run_triton(call: AttentionCall) -> Result:
@@ -123,6 +146,7 @@ def _are_finite(call: AttentionCall) -> bool:
 
 PLANNED = {"native": native.KERNELS, "structured": structured.OPERATIONS}
 BACKENDS = (  # fastest first
+    Backend("fused", _why_not_fused, _run_fused, fused.is_fastest),
     Backend("triton", _why_not_triton, _run_triton, _is_on_gpu),
     Backend("native", _why_not_native, _run_native),
     Backend("structured", _why_not_structured, _run_structured),

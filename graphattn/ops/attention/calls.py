@@ -39,6 +39,7 @@ class AttentionCall(NamedTuple):
         seed: int64 [], from which the dropout is drawn; None without dropout.
         rounded: whether a backend may round its output to half precision. It may not if eps or a
             sink is to be applied to the output.
+        needs_log_sums: whether the caller reads the log-sums, which "fused" does not have.
     """
 
     query: Tensor
@@ -54,6 +55,7 @@ class AttentionCall(NamedTuple):
     dropout: float = 0.0
     seed: Tensor | None = None
     rounded: bool = True
+    needs_log_sums: bool = False
 
     @property
     def scale(self) -> Tensor:

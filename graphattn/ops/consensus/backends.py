@@ -148,7 +148,13 @@ def _flat(x: Tensor | FirstLayer, entries: int) -> Tensor | FirstLayer:
     return x.reshape(entries, *x.shape[-3:])
 
 
+def _why_not_fused(_: Any) -> str:
+    """The reason why torch's fused attention cannot run a call."""
+    return "torch's fused attention is no consensus"
+
+
 BACKENDS = (  # fastest first
+    Backend("fused", _why_not_fused),
     Backend("triton", _why_not_triton, _run_triton, _is_on_gpu),
     Backend("native", _why_not_native, _run_native),
     Backend("structured", run=_run_structured),

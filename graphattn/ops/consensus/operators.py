@@ -137,7 +137,7 @@ def _backward(
 def _backward_of_triton(
     inputs: Tensors, options: Any, upstream: list[Tensor], needed: list[bool]
 ) -> Gradients:
-    from graphattn.kernels.consensus.backward import backward
+    from graphattn.kernels.consensus.backward import backward, no_sums, unpack
 
     d_gradient, d_degree = upstream
     network = any(needed[:U]) or any(needed[V + 1 :])
@@ -147,27 +147,33 @@ def _backward_of_triton(
         inputs[U].new_empty(0) if x is None or not wanted[name] else _no_sum(name, x)
         for name, x in zip(NAMES, inputs, strict=True)
     ]
-    of_layers, (d_u, d_v, *of_network) = (totals[:3], totals[3:6]), totals[U:EDGE]
+    of_layers, d_u, d_v = (totals[:3], totals[3:6]), totals[U], totals[V]
+    sums = None
     for batch, heads in groups.cut(backward=True):
         of_degree = d_degree[batch, :, heads].contiguous() if groups.degrees else None
+        group = groups.inputs_of(batch, heads)
+        if network and sums is None:
+            sums = no_sums(group, d_u.shape[2])
         of_group = backward(
-            groups.inputs_of(batch, heads),
+            group,
             d_gradient[batch, :, heads],
             of_degree,
-            network=network,
+            network=None if sums is None else sums[heads],
         )
         d_u[batch, :, heads] = of_group.u
         if of_group.v is not None:
             d_v[batch, :, heads] = of_group.v
-        if not network:
-            continue
-        for total, gradient in zip(of_network, of_group.network or (), strict=True):
-            total[heads] += gradient
-        for layer, totals_of, d_hidden in zip(
-            groups.layers, of_layers, (of_group.target_hidden, of_group.source_hidden), strict=True
-        ):
-            assert d_hidden is not None
-            add_layer_gradients(totals_of, layer, d_hidden, batch, heads)
+        if sums is not None:
+            sides = of_group.target_hidden, of_group.source_hidden
+            for layer, totals_of, d_hidden in zip(groups.layers, of_layers, sides, strict=True):
+                assert d_hidden is not None
+                add_layer_gradients(totals_of, layer, d_hidden, batch, heads)
+            del sides, d_hidden
+        del group, of_group  # before those of the next group are made
+    if sums is not None:
+        shear = inputs[V + 5]
+        for total, gradient in zip(totals[V + 1 : EDGE], unpack(sums, shear.shape), strict=True):
+            total.copy_(gradient)
     return tuple(
         None if x is None else total.to(x.dtype) for total, x in zip(totals, inputs, strict=True)
     )

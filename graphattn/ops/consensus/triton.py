@@ -8,6 +8,7 @@ the batch at a time, and computed again in the backward pass.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -66,6 +67,7 @@ class Groups:
         self.u, self.v = states
         self.energy, self.degrees, self.shared = energy, degrees, shared
         self.edges = edges_of(graph, loops=not energy)
+        self._weights: Any = None
 
     def cut(self, backward: bool) -> Iterator[tuple[slice, slice]]:
         """Slices of the batch and of heads whose hidden vectors and messages fit into memory."""
@@ -75,7 +77,8 @@ class Groups:
         size = self.u.element_size()
         numbers = D + backward * (self.network.shear[0].numel() // max(xi, 1) + 2 * xi)
         of_head = self.edges.places * numbers + (1 + backward) * (N + M) * xi
-        fitting = max(1, inputs.WORKSPACE // max(of_head * size, 1))
+        workspace = inputs.WORKSPACE if backward else inputs.WORKSPACE // 2
+        fitting = max(1, workspace // max(of_head * size, 1))
         heads = min(H, fitting)
         entries = max(1, min(B, fitting // H))
         for b in range(0, B, entries):
@@ -90,7 +93,7 @@ class Groups:
         u, v = (x[batch, :, heads] for x in (self.u, self.v))
         of_target, of_source = (x.expand(*x.shape[:2], u.shape[2], -1) for x in hidden)
         valid_target, valid_source = (None if m is None else m[batch] for m in self.valid)
-        return ConsensusInputs(
+        group = ConsensusInputs(
             of_target,
             of_source,
             u,
@@ -103,6 +106,10 @@ class Groups:
             valid_source,
             self.shared,
         )
+        if self._weights is None:  # packed once, for all groups
+            self._weights = replace(group, network=tuple(self.network)).weights
+        group.weights = type(self._weights)(*(weight[heads] for weight in self._weights))
+        return group
 
 
 def form(layer: tuple[Any, ...], batch: slice, heads: slice) -> Tensor:

@@ -361,11 +361,12 @@ def _sums_of_edges(call: LinearCall) -> tuple[Tensor, Tensor]:
 
 
 def _has_no_code(_: Any) -> str:
-    """The reason why "native" and "triton" cannot run linear attention."""
+    """The reason why compiled code cannot run linear attention."""
     return "linear attention has no code of its own: it is products of matrices already"
 
 
 BACKENDS = (  # fastest first
+    Backend("fused", _has_no_code),
     Backend("triton", _has_no_code),
     Backend("native", _has_no_code),
     Backend("structured", run=_sums),

@@ -115,11 +115,7 @@ class Device:
         from triton.compiler import ASTSource
 
         signature, constants, attributes = specialize(started, "cuda")
-        options = {
-            "num_warps": started.num_warps,
-            "num_stages": started.num_stages,
-            "enable_fp_fusion": started.fp_fusion,
-        }
+        options = started.options
         function = started.kernel.fn
         key = repr(
             (function.__module__, function.__name__, signature, constants, attributes, options)

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import torch
 
-from . import report
+from . import plan, report, visits
 from .session import ROOT, Machine, Progress, Session, facts, why_not_here
 
 WRONG, CANNOT, LEFT = 1, 2, 3
-LIMIT = 540.0  # seconds of a step
+LIMIT = 540.0  # seconds of a command
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -30,6 +30,10 @@ def main(arguments: list[str] | None = None) -> int:
     out = Path(options.out or ROOT / "build" / ("gpu-emulated" if machine.is_emulated else "gpu"))
     known = out / "session.json"
     steps = list(report.STEPS) if options.step == "all" else [options.step]
+    if options.plan:
+        print("\n".join(plan.lines(visits.earlier(), options.limit)))
+        return 0
+    deadline = time.monotonic() + options.limit
     if options.step == "report":
         if not known.exists():
             return refuse(f"there is nothing to report in {out}")
@@ -47,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
             known.write_text(json.dumps(now, indent=1) + "\n", encoding="utf-8")
         processes = options.processes or default_processes(machine)
         for name in steps:
-            session = Session(out, machine, size, processes, time.monotonic() + options.limit)
+            session = Session(out, machine, size, processes, deadline)
             if options.retry:
                 session.rows(name).forget_failures()
             run_step(name, session)
@@ -107,8 +111,10 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--size", choices=["tiny", "full"],
                        help="full on a GPU, tiny on the emulator, if not given")  # fmt: skip
     options.add_argument("--out", help="build/gpu, or build/gpu-emulated, if not given")
-    options.add_argument("--limit", type=float, default=LIMIT, help="seconds of a step")
+    options.add_argument("--limit", type=float, default=LIMIT, help="seconds of all steps together")
     options.add_argument("--processes", type=int)
+    options.add_argument("--plan", action="store_true",
+                       help="print the jobs with their expected seconds; run nothing")  # fmt: skip
     options.add_argument("--retry", action="store_true", help="run jobs again that have failed")
     return options
 

@@ -5,11 +5,11 @@
     python -m gpu                             # there
 
 Where time on a GPU is short, compiling takes most of it. Triton compiles for any device if its
-driver names one, so here the driver only names it. Launches of `parity`, `times` and `tune` (the
-present sizes and their neighbours) go through Triton's own launcher up to the point where a kernel
-would start. Triton's names of compiled kernels hold hashes of its own files and of its assembler,
-which differ between builds of one version: within `GRAPHATTN_AHEAD` (`gpu/__init__.py`) they do
-not.
+driver names one, so here the driver only names it. Launches of `parity`, `candidates`, `benchmark`,
+`times` and `tune` (the present sizes and their neighbours) go through Triton's own launcher up to
+the point where a kernel would start. Triton's names of compiled kernels hold hashes of its own
+files and of its assembler, which differ between builds of one version: within `GRAPHATTN_AHEAD`
+(`gpu/__init__.py`) they do not.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -27,14 +27,22 @@ from unittest import mock
 
 import torch
 
+import graphattn as ga
+from graphattn.bench.cases.attention import STRUCTURED
+from graphattn.bench.cases.catalogue import CASES
+from graphattn.bench.measuring.passes import one_pass
+from graphattn.bench.reporting.record import OURS
 from graphattn.kernels.check.families import cases
 from graphattn.kernels.shared import launch, tuning
 
-from . import AHEAD, parity, tune
+from . import AHEAD, benchmark, candidates, parity, tune
 from .session import Machine, Started, compile_only
 
 TEXTS = (".ttir", ".ttgir", ".llir", ".ptx", ".source")  # emptied: only people read them
-STEPS = ("parity", "times", "tune")
+STEPS = ("parity", "candidates", "benchmark", "times", "tune")
+# What is compiled does not depend on these, so that cases of the benchmark can be small.
+FEW = {"tokens": 512, "sources": 512, "batch": 2, "images": 2, "texts": 2, "depth": 1,
+       "prompt": 64, "new_tokens": 2, "early": 64, "late": 320}  # fmt: skip
 
 
 class Named:
@@ -98,8 +106,36 @@ def of_tune(name: str) -> None:
                 compile_only(one)
 
 
+def of_candidates(name: str) -> None:
+    """Compile what a candidate starts in place of other kernels."""
+    setting, _, job = name.partition("; ")
+    with candidates.asked_for(candidates.CANDIDATES[setting]):
+        if job.startswith(candidates.TIMED):
+            of_times(job.removeprefix(f"{candidates.TIMED} "))
+        else:
+            of_parity(job)
+
+
+def of_benchmark(name: str) -> None:
+    """Compile what graphattn's contenders of a case start, in a small case."""
+    (case,) = (case for case in CASES if case.name == name)
+    entries = {entry.contender: entry for entry in case.entries("paper", "cuda").values()}
+    for contender, entry in entries.items():
+        if contender.startswith(OURS) and contender != STRUCTURED:
+            size = {key: min(n, FEW.get(key, n)) for key, n in entry.size.items()}
+            inputs = case.make(size, torch.device("cpu"), torch.bfloat16)
+            # Not all that runs on a GPU has a kernel: a step over a whole cache has none.
+            with ga.use_backend("triton"), suppress(ValueError):
+                one_pass(entry.run, inputs, backward=case.backward)
+
+
 JOBS: dict[str, tuple[Callable[[str], None], Callable[[], list[str]]]] = {
     "parity": (of_parity, lambda: parity.jobs("full")),
+    "candidates": (of_candidates, lambda: candidates.jobs(Machine("cuda"), "full")),
+    "benchmark": (
+        of_benchmark,
+        lambda: [case.name for case in benchmark.cases("full", Machine("cuda"))],
+    ),
     "times": (of_times, lambda: list(cases())),
     "tune": (of_tune, lambda: tune.jobs("full")),
 }
@@ -116,7 +152,8 @@ def run(arch: str, steps: list[str], part: int = 0, parts: int = 1) -> None:
             for name in islice(names(), part, None, parts):
                 begin = time.perf_counter()
                 try:
-                    with ExitStack() if step == "times" else zeros_for_new_tensors():
+                    has_values = step != "times" and candidates.TIMED not in name
+                    with zeros_for_new_tensors() if has_values else ExitStack():
                         compile_job(name)
                     state = "done"
                 except Exception as error:  # zeros are no result, and some sizes do not compile

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -24,12 +25,14 @@ import torch
 import graphattn as ga
 from graphattn.bench.cases.case import BenchmarkCase
 from graphattn.bench.cases.catalogue import CASES
+from graphattn.bench.cases.whole import WHOLE
 from graphattn.bench.measuring.runner import Runner, measure_all
 from graphattn.bench.reporting import record
 from graphattn.bench.reporting.record import OURS, Record
 
 from .jobs import environment
 from .session import Machine, Progress, Rows, Session
+from .visits import Visit, earlier
 
 # What the targets are about comes first: later cases may have to wait for another day.
 FIRST = ("gka", "causal-window", "window", "krause", "consensus", "knn-graph", "knn",
@@ -46,8 +49,11 @@ PATIENCE = 10.0  # seconds until it is killed
 MOST_ATTEMPTS = 2  # a case that was cut off so often is left out, so that later ones get a turn
 
 
-def cases(size: str, machine: Machine) -> list[BenchmarkCase]:
-    """The cases, those with targets first."""
+def cases(size: str, machine: Machine, visits: list[Visit] | None = None) -> list[BenchmarkCase]:
+    """The cases that a GPU can run: first those that no visit has measured, with targets first.
+
+    Whole models, which take longest, are the last of those.
+    """
     by_name = {case.name: case for case in CASES}
     if machine.is_emulated:
         return [
@@ -60,8 +66,11 @@ def cases(size: str, machine: Machine) -> list[BenchmarkCase]:
         ]  # fmt: skip
     if size == "tiny":
         return [by_name[name] for name in TINY_ON_GPU]
-    first = [by_name[name] for name in FIRST]
-    return [*first, *(case for case in CASES if case not in first)]
+    known = {name for visit in (earlier() if visits is None else visits) for name in visit.cases}
+    return sorted(
+        (case for case in CASES if "cuda" in case.devices),
+        key=lambda case: (case.name in known, case in WHOLE, (*FIRST, case.name).index(case.name)),
+    )
 
 
 def run(session: Session) -> None:
@@ -100,25 +109,26 @@ def warm(session: Session) -> None:
     known = read(session.out)
     measured = [] if known is None else known.measured
     end = time.monotonic() + min(WARMING, session.seconds_left / 3)
-    with TemporaryDirectory() as folder:
-        processes = [
-            subprocess.Popen(
-                [*command(session), folder, case.name],
-                env=environment(OMP_NUM_THREADS="1", TORCHINDUCTOR_COMPILE_THREADS="1"),
-                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-            )
-            for case in cases(session.size, session.machine)
-            if case.name not in measured
-        ]  # fmt: skip
+
+    def compile_one(name: str) -> None:
+        if end - time.monotonic() < 1:
+            return
+        process = subprocess.Popen(
+            [*command(session), folder, name],
+            env=environment(OMP_NUM_THREADS="1", TORCHINDUCTOR_COMPILE_THREADS="1"),
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
         try:
-            for process in processes:
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(timeout=max(end - time.monotonic(), 0.1))
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=max(end - time.monotonic(), 0.1))
         finally:
-            for process in processes:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    left = [c.name for c in cases(session.size, session.machine) if c.name not in measured]
+    with TemporaryDirectory() as folder, ThreadPoolExecutor(session.processes) as pool:
+        list(pool.map(compile_one, left))
 
 
 def run_once(name: str, folder: Path, machine: Machine, size: str) -> None:
@@ -154,9 +164,12 @@ def measure(out: Path, machine: Machine, size: str) -> None:
                 known.write(json)
                 continue
             attempts.add({"job": case.name})
+            begin = time.monotonic()
             measure_all([case], runner, json)
             if case.name not in known.measured:  # interrupted
                 return
+            seconds = round(time.monotonic() - begin, 2)
+            attempts.add({"job": case.name, "end": True, "seconds": seconds})
 
 
 class Quiet:

@@ -5,19 +5,21 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from graphattn.bench.cases.case import BOTH
-from graphattn.bench.reporting.record import OURS
+from graphattn.bench.reporting.record import OURS, Record
 from graphattn.bench.reporting.record import Row as Timed
-from graphattn.kernels.check.measured import as_file
 from graphattn.kernels.check.report import microseconds, table
 
-from . import benchmark, parity, sanitizer, times, tune
+from . import benchmark, candidates, parity, sanitizer, times, tune, visits
 from .session import Progress, Session
 
+# In the order of what is missing: a visit may end at any time.
 STEPS = {
-    step.__name__.rpartition(".")[2]: step for step in (parity, times, sanitizer, benchmark, tune)
+    step.__name__.rpartition(".")[2]: step
+    for step in (parity, candidates, benchmark, sanitizer, times, tune)
 }
 NO_TIME = "emulated, no time"
 FACTS = ("hardware", "driver", "torch", "triton", "python", "commit", "sources", "size", "date")
@@ -76,12 +78,16 @@ def lines(session: Session) -> Iterator[str]:
     yield from table(("step", "state"), [(n, str(p)) for n, p in states(session).items()])
     yield from ("", "## Parity with float64", "")
     yield from parity_lines(session)
-    yield from ("", "## Times of launches", "")
-    yield from times_lines(session, facts)
-    yield from ("", "## Sanitizer", "")
-    yield from sanitizer_lines(session)
+    yield from ("", "## Beside earlier visits", "")
+    yield from visits_lines(session, facts)
+    yield from ("", "## Candidates", "")
+    yield from candidates_lines(session)
     yield from ("", "## Benchmark", "")
     yield from benchmark_lines(session, facts)
+    yield from ("", "## Sanitizer", "")
+    yield from sanitizer_lines(session)
+    yield from ("", "## Times of launches", "")
+    yield from times_lines(session)
     yield from ("", "## Sizes of tiles", "")
     yield from tune_lines(session, facts)
     yield from ("", "## What can be said now", "")
@@ -115,8 +121,60 @@ def parity_lines(session: Session) -> Iterator[str]:
     yield from failures(session, "parity")
 
 
-def times_lines(session: Session, facts: dict[str, Any]) -> Iterator[str]:
-    """Times of the launches that are predicted; also as a file, to be shown beside predictions."""
+def visits_lines(session: Session, facts: dict[str, Any]) -> Iterator[str]:
+    """Times beside those of earlier visits; the record of this one is written, too."""
+    if session.machine.is_emulated:
+        yield f"Skipped: {NO_TIME}."
+        return
+    launches = times.launches(session.rows("times").all())
+    record = benchmark.read(session.out) or Record(facts)
+    times_now = visits.times_of(launches, record.rows)
+    yield from visits.lines(times_now, visits.earlier(facts["hardware"]))
+    others = {
+        "sources": facts.get("sources"),
+        "states": {name: str(progress) for name, progress in states(session).items()},
+        "seconds": {
+            name: {job: row["seconds"] for job, row in session.rows(name).ended().items()
+                   if "seconds" in row and "error" not in row}
+            for name in STEPS
+        },
+        "tuned": list(session.rows("tune").ended()),
+        "candidates": [row for row in session.rows("candidates").all() if "plain" in row],
+        "benchmark": asdict(record),
+    }  # fmt: skip
+    (session.out / "visit.json").write_text(
+        visits.as_text(facts, launches, others), encoding="utf-8"
+    )
+    yield ""
+    yield f"Copy `visit.json` to `docs/benchmarks/visits/{visits.name_of(facts)}`."
+
+
+def candidates_lines(session: Session) -> Iterator[str]:
+    """Kernels that must be asked for: whether they are right, and their times."""
+    rows = session.rows("candidates").all()
+    compared = [row for row in rows if "errors" in row]
+    usual = session.rows("parity").all()
+    new = [row for row in compared if candidates.is_new(row, usual)]
+    yield f"{len(compared)} problems compared, {len(new)} of them by other kernels than usual."
+    yield ""
+    for row in compared:
+        if not parity.is_right(row):
+            yield f"- WRONG: {row['job']}: {one_line(str(row['errors']))}"
+    timed = [row for row in rows if "plain" in row]
+    if timed:
+        yield from table(
+            ("launch", "kernel", "microseconds without", "with", "times as fast"),
+            [
+                (row["name"], row["kernel"], microseconds(row["plain"]),
+                 microseconds(row["candidate"]), f"{row['plain'] / row['candidate']:.2f}")
+                for row in timed
+            ],
+        )  # fmt: skip
+    yield from failures(session, "candidates")
+
+
+def times_lines(session: Session) -> Iterator[str]:
+    """Times of the launches that are predicted."""
     rows = session.rows("times")
     if skipped := times.progress(session).skipped:
         yield f"Skipped: {skipped}."
@@ -126,11 +184,7 @@ def times_lines(session: Session, facts: dict[str, Any]) -> Iterator[str]:
     yield from table(("launch", "microseconds"), cells) if cells else ["Not run."]
     yield ""
     if launches:
-        (session.out / "kernels.json").write_text(as_file(facts, launches), encoding="utf-8")
-        yield (
-            "Copy `kernels.json` to `docs/benchmarks/kernels-NAME.json`. "
-            "`python -m graphattn.kernels.check --measured FILE` shows it beside predictions."
-        )
+        yield "`python -m graphattn.kernels.check --measured visit.json` adds predictions."
     yield from failures(session, "times")
 
 
@@ -245,11 +299,6 @@ def documentation_lines(session: Session) -> Iterator[str]:
     yield f"- Kernels in a problem that is wrong: {', '.join(wrong) or 'none'}."
     if session.machine.is_emulated:
         yield "- This is a rehearsal: the documentation stays as it is."
-        return
-    yield (
-        "- Copy `benchmark.json` to `docs/benchmarks/cuda-NAME.json`: the note of the support "
-        "matrix (`docs/support.py`) then says that a GPU has run the kernels."
-    )
 
 
 def failures(session: Session, step: str, word: str = "FAILED") -> Iterator[str]:

@@ -39,17 +39,14 @@ def start(one: launch.Launch) -> None:
     """Start a recorded launch on the device of its tensors."""
     launch.launch(
         one.kernel, one.grid, num_warps=one.num_warps, num_stages=one.num_stages,
-        fp_fusion=one.fp_fusion, **one.arguments,
+        fp_fusion=one.fp_fusion, max_registers=one.max_registers, **one.arguments,
     )  # fmt: skip
 
 
 def compile_only(one: launch.Launch) -> None:
     """Compile the kernel of a recorded launch as Triton's launcher would, and start nothing."""
     if 0 not in one.grid:
-        one.kernel.warmup(
-            grid=one.grid, num_warps=one.num_warps, num_stages=one.num_stages,
-            enable_fp_fusion=one.fp_fusion, **one.arguments,
-        )  # fmt: skip
+        one.kernel.warmup(grid=one.grid, **one.options, **one.arguments)
 
 
 class Machine(NamedTuple):

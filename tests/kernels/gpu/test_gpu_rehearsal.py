@@ -29,7 +29,9 @@ def test_a_benchmark_that_is_cut_off_goes_on_and_all_steps_end_with_a_report(tmp
 
     run = rehearse(tmp_path)
     assert run.returncode == 0, run.stdout + run.stderr
-    for step, jobs in (("parity", 5), ("sanitizer", 2), ("benchmark", 2), ("tune", 2)):
+    for step, jobs in (
+        ("parity", 5), ("candidates", 1), ("sanitizer", 2), ("benchmark", 2), ("tune", 2),
+    ):  # fmt: skip
         assert f"{step}: done: {jobs} of {jobs}" in run.stdout
     text = (tmp_path / "report.md").read_text()
     assert "| sanitizer | done: 2 of 2 |" in rows_of(text)

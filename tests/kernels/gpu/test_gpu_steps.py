@@ -13,9 +13,10 @@ import pytest
 import torch
 from problems import problems
 
-from gpu import benchmark, jobs, parity, report, sanitizer, times, tune
+from gpu import benchmark, jobs, parity, report, sanitizer, times, tune, visits
 from gpu.__main__ import CANNOT, LEFT, WRONG, main
 from gpu.session import Machine, Rows, Session, Started, facts, why_not_here
+from graphattn.bench.reporting import record
 from graphattn.kernels.check.measured import read_measured
 from graphattn.kernels.shared import launch
 
@@ -53,6 +54,16 @@ def imagined(monkeypatch: pytest.MonkeyPatch) -> type[Imagined]:
     Imagined.asked, Imagined.row = [], RIGHT
     monkeypatch.setattr(jobs, "Worker", Imagined)
     return Imagined
+
+
+ROW = record.Row("window", "forward", "graphattn", {"tokens": 65536}, 3e-4, 0.1, 9,
+                 ratio=1.0, peak=None, share_of_bound=None, error=1e-3)  # fmt: skip
+
+
+def benchmark_rows(folder: Path) -> None:
+    record.Record({"hardware": "NVIDIA H200"}, [ROW], measured=["window"]).write(
+        folder / "benchmark.json"
+    )
 
 
 def session_in(folder: Path, **options: object) -> Session:
@@ -213,10 +224,16 @@ def test_problems_of_the_sanitizer_and_of_rehearsals_exist() -> None:
         assert {name.partition(":")[0] for name in some} == families
 
 
-def test_cases_with_targets_on_a_gpu_are_measured_first() -> None:
-    names = [case.name for case in benchmark.cases("full", Machine("cuda"))]
-    assert sorted(names) == sorted(case.name for case in benchmark.CASES)
-    assert names[: len(benchmark.FIRST)] == list(benchmark.FIRST)
+def test_cases_that_no_visit_has_measured_come_first() -> None:
+    known = visits.Visit("2026-01-01-h200", "NVIDIA H200", {}, ["gka", "krause"], [], {})
+    names = [case.name for case in benchmark.cases("full", Machine("cuda"), [known])]
+    on_gpu = {case.name for case in benchmark.CASES if "cuda" in case.devices}
+    assert set(names) == on_gpu
+    assert len(names) == len(on_gpu)
+    whole = [case.name for case in benchmark.WHOLE]
+    assert names[-8:] == [*whole, "gka", "krause"]
+    first = [name for name in benchmark.FIRST if name not in known.cases]
+    assert names[: len(first)] == first
 
 
 class Recording(Machine):
@@ -358,12 +375,16 @@ def test_times_of_launches_become_a_file_that_stands_beside_predictions(tmp_path
     rows.add({"job": "bands 0", "end": True, "error": "out of memory", "seconds": 0.5})
     session = session_in(tmp_path, machine=Machine("cuda"), size="full")
     now = facts(EMULATOR, "tiny") | {"hardware": "NVIDIA H200"}
-    lines = "\n".join(report.times_lines(session, now))
+    lines = "\n".join(report.times_lines(session))
     assert "FAILED: bands 0: out of memory" in lines
     assert [line.split("|")[1].strip() for line in lines.splitlines()[2:5]] == [
         "dots", "forward", "dots",
     ]  # fmt: skip
-    measured = read_measured(tmp_path / "kernels.json")
+    benchmark_rows(tmp_path)
+    compared = "\n".join(report.visits_lines(session, now))
+    assert f"Copy `visit.json` to `docs/benchmarks/visits/{now['date']}-h200.json`" in compared
+    measured = read_measured(tmp_path / "visit.json")
+    assert record.read(tmp_path / "visit.json").rows == [ROW]
     assert measured.launches == [("dots", 1e-6), ("forward", 2e-6), ("dots", 3e-6)]
     assert measured.facts["hardware"] == "NVIDIA H200"
     assert {name: now[name] for name in measured.facts} == measured.facts
@@ -389,6 +410,8 @@ def test_what_was_compiled_ahead_is_found_again(tmp_path) -> None:
         "ahead.JOBS['parity'] = ahead.of_parity, lambda: list(parity.TINY); "
         "ahead.JOBS['times'] = ahead.of_times, lambda: ['edges 0']; "
         "ahead.JOBS['tune'] = ahead.of_tune, lambda: ['edges_forward, bf16, 32']; "
+        "ahead.JOBS['benchmark'] = ahead.of_benchmark, lambda: ['streaming']; "
+        "ahead.JOBS['candidates'] = ahead.of_candidates, lambda: ['gluon; times of bands 2']; "
         f"sys.exit(ahead.main(['sm_90', {str(folder)!r}]))"
     )
     names = []
@@ -399,7 +422,7 @@ def test_what_was_compiled_ahead_is_found_again(tmp_path) -> None:
             capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert run.returncode == 0, run.stderr
-        assert run.stdout.count(": done (") == 7, run.stdout
+        assert run.stdout.count(": done (") == 9, run.stdout
         names.append({path.name for path in folder.iterdir()})
     assert names[0] == names[1]
     assert len(names[0]) > 20

@@ -27,6 +27,7 @@ from graphattn.kernels.shared import launch, tuning
 
 from .jobs import run_jobs
 from .session import Machine, Progress, Row, Session, compile_only, start
+from .visits import Visit, earlier
 
 # The kernel whose tile a name in `tuning` stands for.
 KERNELS = {
@@ -73,8 +74,8 @@ class Setting(NamedTuple):
         return ", ".join(str(part) for part in self if part)
 
 
-def jobs(size: str) -> list[str]:
-    """Names of all settings, those of half precision first."""
+def jobs(size: str, visits: list[Visit] | None = None) -> list[str]:
+    """Names of all settings: first those that no visit has tuned, then those of half precision."""
     if size == "tiny":
         return list(TINY)
     settings: list[Setting] = []
@@ -93,7 +94,8 @@ def jobs(size: str) -> list[str]:
                 continue
             widths = OTHER_WIDTHS.get(kernel, OF_EDGES if is_edge else WIDTHS)
             settings += [Setting(kernel, dtype, width) for width in widths]
-    return [str(setting) for setting in settings]
+    known = {job for visit in (earlier() if visits is None else visits) for job in visit.tuned}
+    return sorted(map(str, settings), key=lambda job: job in known)
 
 
 def run(session: Session) -> None:

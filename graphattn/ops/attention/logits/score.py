@@ -117,6 +117,7 @@ class DotProduct(Score):
     """
 
     kernel = "dot"
+    number: float | None = None  # the scale of a :meth:`ready` score, if it was given as a number
 
     def __init__(self, scale: float | Tensor | None = None) -> None:
         self.scale = scale
@@ -137,6 +138,7 @@ class DotProduct(Score):
         if isinstance(scale, Real) and not math.isfinite(scale):
             raise ValueError(f"scale must be finite, got {scale}")
         same = _copy(self)
+        same.number = None if isinstance(scale, Tensor) else scale
         same.scale = per_head("scale", scale, heads, query)
         return same
 
@@ -223,6 +225,11 @@ class GaussianKernel(Score):
 def _copy(score: ScoreType) -> ScoreType:
     """A shallow copy. (`copy.copy` takes as long as to compute the logits of a few tokens.)"""
     same = object.__new__(type(score))
+    if torch.compiler.is_compiling() and type(score) in (DotProduct, GaussianKernel):
+        # torch 2.11 cannot compile what reads all attributes.
+        for name in ("scale",) if type(score) is DotProduct else ("log_sigma", "_sigma", "_scale"):
+            setattr(same, name, getattr(score, name))
+        return same
     same.__dict__.update(score.__dict__)
     return same
 

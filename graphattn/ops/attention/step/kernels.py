@@ -78,7 +78,13 @@ def _is_on_gpu(call: StepCall) -> bool:
     return call.like.device.type == "cuda"
 
 
+def _why_not_fused(_: StepCall) -> str:
+    """The reason why torch's fused attention cannot run a step."""
+    return "torch's fused attention has no steps of generation"
+
+
 BACKENDS = (  # fastest first; the layer itself runs the step
+    Backend("fused", _why_not_fused),
     Backend("triton", _why_not_triton, is_default=_is_on_gpu),
     Backend("native", _why_not_native),
     Backend("structured"),
