@@ -23,6 +23,7 @@ from graphattn.distributed.exchange import RowExchange, gathered, maximum_over_r
 from graphattn.distributed.layout import Layout
 from graphattn.distributed.local_graph import (
     EdgeExchange,
+    LocalGraph,
     LocalPart,
     among_context,
     as_local,
@@ -237,6 +238,23 @@ class ShardedGraph:
         """The rounds of a ring, in which this rank computes with the rows of one rank at a time."""
         plan = RingPlan(self.whole, self._targets, self._sources, self.group)
         return plan.rounds(self.rank)
+
+    @cached_property
+    @made_for_training
+    def rounds_of_both_ends(self) -> tuple[RingRound, ...]:
+        """The rounds of a ring for layers that move both ends of an edge."""
+        plan = RingPlan(self.whole, self._targets, self._sources, self.group, both=True)
+        return plan.rounds(self.rank)
+
+    @cached_property
+    @made_for_training
+    def sequences(self) -> LocalGraph:
+        """The tokens of this rank without edges; maxima over sequences are those of all ranks."""
+        graph = as_local(self.tokens, self.rank, self.ranks)
+        graph.sequence = sequences_of(self.whole, self._targets.tokens(self.rank))
+        graph.sequences = len(self.whole.sizes)
+        graph.over_ranks = partial(maximum_over_ranks, group=self.group)
+        return graph
 
     @cached_property
     @made_for_training

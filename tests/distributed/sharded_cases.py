@@ -89,6 +89,9 @@ CONSENSUS: dict[str, Callable[[], nn.Module]] = {
     "target": lambda: _consensus(update="target", rope=True),
     "target, auto": lambda: _consensus(update="target", step_size="auto"),
     "target, features": lambda: _consensus(update="target", edge_features=3),
+    "target, iterated": lambda: _consensus(
+        update="target", rope=True, iterations=2, learned_step=True
+    ),
 }
 ENERGY: dict[str, Callable[[], nn.Module]] = {
     "energy": lambda: _consensus(rope=True),
@@ -97,11 +100,17 @@ ENERGY: dict[str, Callable[[], nn.Module]] = {
     "energy, by messages": lambda: _consensus(
         step_size="auto", rope="isometric", backend="reference"
     ),
+    "energy, iterated": lambda: _consensus(
+        step_size="auto", rope="isometric", iterations=3, trunk="separate", edge_input="full"
+    ),
 }
 TWO_TRACKS: dict[str, Callable[[], nn.Module]] = {
     "cross": lambda: ga.nn.CrossConsensus(DIM, HEADS, rank=2, edge_hidden=6),
     "cross, features": lambda: ga.nn.CrossConsensus(
         DIM, HEADS, rank=2, edge_hidden=6, edge_features=3, step_size="auto"
+    ),
+    "cross, iterated": lambda: ga.nn.CrossConsensus(
+        DIM, HEADS, rank=2, edge_hidden=6, rope=True, iterations=2, step_size="learned"
     ),
 }
 BY_MESSAGES = {
