@@ -252,6 +252,7 @@ class _Consensus(GraphLayer):
         if self.iterations == 1:
             moved = super().forward_pass(*given, edge_features=features)
         else:
+
             def states_of_sources(u: Tensor) -> Tensor:
                 return local.exchange(u[..., local.owned, :, :] if both else u, dims=[-3])[0]
 
@@ -296,7 +297,7 @@ class _Consensus(GraphLayer):
     def compared_again(
         self, plain: Tensor, compared: PairTensor, rotations: Rotations, alone: bool
     ) -> PairTensor:
-        """What is compared after a step to states `plain`, which are the sources, too, if `alone`."""
+        """What is compared after a step to `plain` states, which are the sources if `alone`."""
         if alone:
             return self.rotate(plain, plain, rotations)
         if self.rotary is None or rotations is None:

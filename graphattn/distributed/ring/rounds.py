@@ -98,21 +98,25 @@ class RingPlan:
 
     def rounds(self, rank: int) -> tuple[RingRound, ...]:
         """Return the rounds of a rank."""
-        ranks = self.targets.ranks
         rounds = []
-        for d in range(ranks):
-            sender = (rank - d) % ranks
-            arriving = common(self.needed[rank], self.sources.runs(sender))
-            if d == 0:
-                arriving = [(run.start, run.stop) for run in self.sources.runs(rank)]
+        for sender, exchange, arrived in self.arrivals(rank):
             blocks = [
                 block
                 for side in range(len(self.sides))
-                for block in self._blocks(rank, sender, tokens_of(arriving), side)
+                for block in self._blocks(rank, sender, arrived, side)
             ]
-            exchange = self._exchange(rank, d, count(arriving)) if d else None
             rounds.append(RingRound(exchange, tuple(blocks)))
         return tuple(rounds)
+
+    def arrivals(self, rank: int) -> Iterator[tuple[int, RowExchange | None, Tensor]]:
+        """Yield the sender, the exchange and the tokens of every round; first the rank's own."""
+        for d in range(self.targets.ranks):
+            sender = (rank - d) % self.targets.ranks
+            arriving = common(self.needed[rank], self.sources.runs(sender))
+            if d == 0:
+                arriving = [(run.start, run.stop) for run in self.sources.runs(rank)]
+            exchange = self._exchange(rank, d, count(arriving)) if d else None
+            yield sender, exchange, tokens_of(arriving)
 
     def _travelling(self, sender: int, receiver: int) -> Runs:
         """Return the tokens of one rank that another one needs."""
