@@ -17,6 +17,7 @@ from torch import Tensor
 from graphattn.distributed.exchange import RowExchange, counts_of_all_ranks, rows_of_rounds
 from graphattn.distributed.layout import Layout
 from graphattn.distributed.local_graph import context_exchange
+from graphattn.distributed.planning.plans import CommunicationPlan, planned
 from graphattn.distributed.ring.rounds import RingPlan
 from graphattn.graphs.arguments import as_float, as_int
 from graphattn.graphs.builders.neighbors import radius_graph
@@ -114,30 +115,48 @@ class Within(NamedTuple):
         ).edge_index
 
 
-def candidates_of(graph: TokenGraph) -> TokenGraph:
-    """Return the graph in which every target sees all sources of its sequence."""
-    parts = [Complete(targets, sources) for targets, sources in graph.sizes]
+class Candidates(NamedTuple):
+    """The ring on which the coordinates of all sources of a target's sequence travel.
+
+    Attributes:
+        plan: the plan of the ring.
+        rank: this rank.
+        arrivals: of every round the sender, the exchange and the tokens, first this rank's own.
+    """
+
+    plan: CommunicationPlan
+    rank: int
+    arrivals: tuple[tuple[int, RowExchange | None, Tensor], ...]
+
+
+def candidates_of(
+    graph: TokenGraph, targets: Layout, sources: Layout, rank: int, group: Any
+) -> Candidates:
+    """Return the ring for the sequences of a graph, whose edges do not matter."""
+    parts = [Complete(*sizes) for sizes in graph.sizes]
     structure = parts[0] if len(parts) == 1 else Parts(tuple(parts))
-    return TokenGraph(structure=structure, device=graph.device)
+    complete = TokenGraph(structure=structure, sizes=graph.sizes, device=graph.device)
+    ring = RingPlan(complete, targets, sources, group)
+    plan = planned(complete, targets, sources, "targets", ("ring", ()))
+    return Candidates(plan, rank, tuple(ring.arrivals(rank)))
 
 
 def search(
-    wanted: Nearest | Within, ring: RingPlan, rank: int, x: Tensor, source: Tensor | None
+    wanted: Nearest | Within, candidates: Candidates, x: Tensor, source: Tensor | None
 ) -> Neighbors:
     """Search the sources of all ranks for the neighbours of this rank's targets.
 
     Args:
         wanted: what is searched for.
-        ring: the plan of a ring over :func:`candidates_of` a graph.
-        rank: the rank.
+        candidates: the ring.
         x: coordinates of this rank's targets, [N, C].
         source: coordinates of its sources, [M, C]; None if they are the targets.
     """
     x = _without_nan(x.detach())
     sources = x if source is None else _without_nan(source.detach())
-    ends = torch.tensor(ring.graph.sizes).cumsum(0).T.contiguous()
-    of_targets = torch.searchsorted(ends[0], ring.targets.tokens(rank), right=True)
-    arrivals = list(ring.arrivals(rank))
+    plan, rank, arrivals = candidates
+    ends = torch.tensor(plan.graph.sizes).cumsum(0).T.contiguous()
+    of_targets = torch.searchsorted(ends[0], plan.target_layout.tokens(rank), right=True)
     blocks = rows_of_rounds([exchange for _, exchange, _ in arrivals], [sources[:, None]])
     edges, squared = x.new_empty((2, 0), dtype=torch.int64), x.new_empty(0, dtype=torch.float64)
     wide = torch.promote_types(x.dtype, torch.float32)

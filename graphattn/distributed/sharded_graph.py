@@ -35,6 +35,7 @@ from graphattn.distributed.local_graph import (
     unlike_edges,
 )
 from graphattn.distributed.neighbors import (
+    Candidates,
     Nearest,
     Neighbors,
     Within,
@@ -342,8 +343,12 @@ class ShardedGraph:
             wanted = wanted.checked([max(m - alone, 0) for _, m in self.whole.sizes])
             if self.group is not None:
                 agree_on_call(self.group)
-        ring = RingPlan(candidates_of(self.whole), self._targets, self._sources, self.group)
-        return NeighborShard(self, ring, search(wanted, ring, self.rank, x, source))
+        return NeighborShard(self, search(wanted, self._candidates, x, source))
+
+    @cached_property
+    @made_for_training
+    def _candidates(self) -> Candidates:
+        return candidates_of(self.whole, self._targets, self._sources, self.rank, self.group)
 
     def _exchange(self, needed: list[Runs], context: Tensor) -> RowExchange:
         return exchange_of(
@@ -643,7 +648,7 @@ class NeighborShard(ShardedGraph):
     fetched at once. ``whole`` has the tokens of all ranks, and no edges.
     """
 
-    def __init__(self, base: ShardedGraph, ring: RingPlan, neighbors: Neighbors) -> None:
+    def __init__(self, base: ShardedGraph, neighbors: Neighbors) -> None:
         whole, device, rank, group = base.whole, base.device, base.rank, base.group
         tokens = TokenGraph(
             edge_index=torch.empty((2, 0), dtype=torch.int64, device=device),
@@ -660,19 +665,14 @@ class NeighborShard(ShardedGraph):
         exchange, rows, edges = asking_exchange(context.cpu(), count, sources, rank, group, device)
         plan = NeighborPlan(
             tokens, base._targets, sources, "targets", "rows", RunTable.of_runs([]),
-            rows=rows, edges_of_ranks=edges,
-            search=planned(ring.graph, base._targets, sources, chosen=("ring", ())),
+            rows=rows, edges_of_ranks=edges, search=base._candidates.plan,
         )  # fmt: skip
         super().__init__(plan, rank, group)
+        self._candidates = base._candidates  # for another search
         of_targets, of_sources = self.tokens.positions, whole.source_positions[context]
         graph = neighbors.graph(self.num_targets, context, (of_targets, of_sources))
         local = as_local(graph, rank, self.ranks)
-        self._of_targets = LocalPart(local, exchange, slice(0, self.num_targets), context.cpu())
-
-    @property
-    def by_targets(self) -> LocalPart:  # type: ignore[override]
-        """The graph of this rank's targets, and the exchange that fetches their sources."""
-        return self._of_targets
+        self.by_targets = LocalPart(local, exchange, slice(0, self.num_targets), context.cpu())
 
     @cached_property
     @made_for_training
@@ -688,10 +688,12 @@ class NeighborShard(ShardedGraph):
         key = (target * len(context) + source).unique()
         ends = torch.stack([key % len(context), key // len(context)]).to(device)
         positions = self.whole.positions[context.to(device)]
+        counts = torch.bincount(sequences_of(self.whole, context).cpu()).tolist()
         among = TokenGraph(
             edge_index=ends,
             num_targets=len(context),
             num_sources=len(context),
+            sizes=tuple((count, count) for count in counts),
             positions=(positions, positions),
         )
         return self._with_both_ends(among, exchange, context)

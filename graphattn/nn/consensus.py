@@ -297,7 +297,7 @@ class _Consensus(GraphLayer):
     def compared_again(
         self, plain: Tensor, compared: PairTensor, rotations: Rotations, alone: bool
     ) -> PairTensor:
-        """What is compared after a step to `plain` states, which are the sources if `alone`."""
+        """The two states that are compared after a step to `plain` ones, the sources if `alone`."""
         if alone:
             return self.rotate(plain, plain, rotations)
         if self.rotary is None or rotations is None:

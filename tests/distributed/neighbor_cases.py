@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -61,20 +62,20 @@ class Case:
         return self.builder(shard.split(self.x), self.size, **given, shard=shard)
 
 
-def _layers(graph: ga.TokenGraph, rng: random.Random) -> dict[str, nn.Module]:
-    energy = {"rank": 2, "edge_hidden": 6, "step_size": "auto"}
-    layers: dict[str, Any] = {
+def _layer(two: bool, rng: random.Random) -> nn.Module:
+    """Return a layer for one track, or for two."""
+    energy: dict[str, Any] = {"rank": 2, "edge_hidden": 6, "step_size": "auto"}
+    layers: dict[str, Callable[[], nn.Module]] = {
         "dot": lambda: ga.nn.DotProductAttention(DIM, HEADS, kv_heads=1, rope=True),
-        "krause": lambda: ga.nn.DotProductAttention(DIM, HEADS, top_k=2),
+        "top-k": lambda: ga.nn.DotProductAttention(DIM, HEADS, top_k=2),
         "linear": lambda: ga.nn.LinearAttention(DIM, HEADS, rope=True),
         "energy": lambda: ga.nn.SelfConsensus(DIM, HEADS, **energy),
         "features": lambda: ga.nn.SelfConsensus(DIM, HEADS, edge_features=1, **energy),
         "iterated": lambda: ga.nn.SelfConsensus(DIM, HEADS, iterations=2, **energy),
         "cross": lambda: ga.nn.CrossConsensus(DIM, HEADS, rank=2, edge_hidden=6),
     }
-    names = ("dot", "linear", "cross") if not graph.has_same_tokens else [*layers][:-1]
-    name = rng.choice(names)
-    return {name: layers[name]()}
+    made: nn.Module = layers[rng.choice(("dot", "linear", "cross") if two else [*layers][:-1])]()
+    return made
 
 
 def neighbours_equal_those_of_one_process(group: Any, seeds: list[int]) -> int:
@@ -88,7 +89,7 @@ def neighbours_equal_those_of_one_process(group: Any, seeds: list[int]) -> int:
         try:
             _compare(rng, case, shard, group)
         except Exception as error:
-            error.add_note(f"seed {seed}: {case.builder.__name__}, {case.size}, {case.given}")
+            error.add_note(f"seed {seed}: {case.builder.__name__}, {case.size}, {list(case.given)}")
             raise
     return len(seeds)
 
@@ -103,8 +104,7 @@ def _compare(rng: random.Random, case: Case, shard: Any, group: Any) -> None:
     assert torch.equal(near.positions, shard.split(whole.positions))
     assert int(near.plan.edges.sum()) == whole.num_edges
     # A layer over the graph: outputs and all gradients.
-    ((_, layer),) = _layers(whole, rng).items()
-    layer = layer.to(WIDE)
+    layer = _layer(case.two, rng).to(WIDE)
     for p in layer.parameters():
         nn.init.normal_(p, std=0.5)
     batch = rng.choice([(), (2,)])

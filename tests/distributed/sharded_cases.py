@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphattn as ga
 from graphattn.distributed.layout import Layout
+from graphattn.distributed.planning.plans import planned
 from graphattn.distributed.ring.operations import SoftmaxParts, TopKParts
 
 WIDE = torch.float64
@@ -358,6 +359,30 @@ def bytes_are_those_of_the_plan(group: Any) -> int:
                 planned = plan.linear_bytes(WIDE, *sizes, rope=True, backward=backward)
                 assert all_ranks_send(shard, of_linear[i]) == int(planned.sum()), (name, exchange)
     return len(GRAPHS)
+
+
+def bytes_of_consensus(group: Any) -> int:
+    """Compare what steps of consensus send on a ring, forward and backward, with the plan."""
+    count = 0
+    for name in ("causal", "complete", "longformer", "edges", "packed", "two tracks, complete"):
+        torch.manual_seed(3)
+        graph = GRAPHS[name](random.Random(name), 40, 4)
+        order: Any = WAYS[count % 2][1]
+        shard = ga.distributed.shard(graph, group, exchange="ring", order=order)
+        layers = {"target": _consensus(update="target")}
+        if not graph.has_same_tokens:
+            layers = {"target": ga.nn.CrossConsensus(DIM, HEADS, rank=2, edge_hidden=6)}
+        elif not graph.has_causal_part:
+            layers |= {"energy": _consensus()}
+        for update, layer in layers.items():
+            moves: Any = "both" if update == "energy" else "targets"
+            plan = planned(graph, shard._targets, shard._sources, moves, ("ring", ()))
+            counts = numbers_sent(shard, layer.to(WIDE))
+            for sent, backward in zip(counts, (False, True), strict=True):
+                expected = plan.bytes(WIDE, DIM, backward=backward)
+                assert all_ranks_send(shard, sent) == int(expected.sum()), (name, update, backward)
+            count += 1
+    return count
 
 
 def global_tokens_sent(group: Any, name: str) -> bool:

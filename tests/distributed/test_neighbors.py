@@ -5,7 +5,7 @@ import os
 import pytest
 from neighbor_cases import neighbours_equal_those_of_one_process, refusals, search_is_counted
 
-FEW = 12
+FEW = 8
 MANY = int(os.environ.get("CASES_OF_SHARDS", "500"))
 
 

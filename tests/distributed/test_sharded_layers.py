@@ -6,6 +6,7 @@ from sharded_cases import (
     DIM,
     GRAPHS,
     bytes_are_those_of_the_plan,
+    bytes_of_consensus,
     every_layer_over,
     global_tokens_sent,
     poisoned,
@@ -60,6 +61,10 @@ def test_a_causal_window_of_256_sends_255_rows_over_every_border(ranks):
 @pytest.mark.long
 def test_bytes_that_are_sent_are_those_of_the_plan(ranks):
     assert ranks.run(bytes_are_those_of_the_plan, 3) == [len(GRAPHS)] * 3
+
+
+def test_consensus_on_a_ring_sends_the_bytes_of_its_plan(ranks):
+    assert ranks.run(bytes_of_consensus, 3) == [10] * 3
 
 
 @pytest.mark.skipif(NO_CODE is not None, reason=f"there is no compiled code: {NO_CODE}")
