@@ -276,8 +276,10 @@ class _Consensus(GraphLayer):
         the states of sources from those of targets.
         """
         values = {name: value for name, value in of_edges.items() if value is not None}
-        alone = context is x
+        alone, given = context is x, x
         x, context, graph, masks = self.prepare(x, context, graph, valid, per_edge=bool(values))
+        if fetch is not None and not alone:
+            x = given  # prepared before: tokens that may not move may yet be seen
         values = self.edge_arguments(x, graph, masks, **values)
         rotations = self.rotations(x, context, graph, positions)
         u, compared, hidden = self.project(x, context, rotations)

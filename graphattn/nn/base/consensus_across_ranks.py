@@ -84,7 +84,10 @@ def _moved(
     with full_precision(u.device):
         step = as_step(layer.step_of(iteration), u, dtype)
         new = moved(u.to(dtype), gradient, step, degree, shard.sequences, update).to(u.dtype)
-    return new if valid is None else torch.where(valid[..., None, None], new, u)
+    if valid is None:
+        return new
+    # A token that does not move may be seen in later iterations, and must not spread a NaN.
+    return torch.where(valid[..., None, None], new, u.nan_to_num(0.0, 0.0, 0.0))
 
 
 class ConsensusParts(SumParts):
