@@ -43,7 +43,8 @@ class Neighbors(NamedTuple):
 
     def graph(self, num_targets: int, context: Tensor, positions: Any) -> TokenGraph:
         """Return the graph of these edges, whose sources are the tokens `context`, ascending."""
-        source, given = torch.searchsorted(context, self.source), {}
+        source = torch.searchsorted(context, self.source)
+        given: dict[str, Any] = {}
         if self.width is None:
             given["edge_index"] = torch.stack([source, self.target])
         else:  # as in one process, missing neighbours come first

@@ -215,7 +215,7 @@ class _Consensus(GraphLayer):
             self.with_embedding(x, x, tokens)  # says that there is none
         if not isinstance(graph, ShardedGraph):
             if self.iterations > 1:
-                return self.iterated(x, context, graph, valid, positions, **of_edges)
+                return self.iterated(x, context, graph, valid, positions, None, **of_edges)
             return super().forward_pass(x, context, graph, valid, positions, weights, **of_edges)
         if may_use_ring(self, graph):
             return consensus_on_ring(self, x, context, graph, valid, positions)
@@ -257,7 +257,7 @@ class _Consensus(GraphLayer):
                 return local.exchange(u[..., local.owned, :, :] if both else u, dims=[-3])[0]
 
             fetch = states_of_sources if alone else None
-            moved = self.iterated(*given, fetch=fetch, edge_features=features)
+            moved = self.iterated(*given, fetch, edge_features=features)
         return moved[..., local.owned, :] if both else moved
 
     def iterated(

@@ -115,11 +115,12 @@ class ConsensusParts(SumParts):
                 hidden, masks = layer.hidden_vectors(u, c, x)[::-1], (as_sources, as_targets)
             else:
                 hidden = layer.hidden_vectors(u, x, c)
-            network = check_arguments(u, v, *hidden, layer.edge_net.second_layer())
+            of_target, of_source = hidden
+            network = check_arguments(u, v, of_target, of_source, layer.edge_net.second_layer())
         call = ConsensusCall(
             state=u,
-            target_hidden=hidden[0],
-            source_hidden=hidden[1],
+            target_hidden=of_target,
+            source_hidden=of_source,
             network=network,
             graph=block.graph,
             step_size=None if self.is_auto else 0.0,
