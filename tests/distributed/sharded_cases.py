@@ -278,6 +278,26 @@ def every_layer_over(group: Any, name: str, way: int) -> int:
     return len(layers)
 
 
+def random_consensus(group: Any, seeds: list[int]) -> int:
+    """Compare layers of consensus on a ring, over random graphs; returns how many."""
+    for seed in seeds:
+        rng = random.Random(seed)
+        torch.manual_seed(seed)
+        name = rng.choice([*GRAPHS])
+        graph = GRAPHS[name](rng, rng.randint(2 * group.size() + 4, 40), rng.randint(1, 9))
+        order: Any = rng.choice(["runs", "zigzag"])
+        shard = ga.distributed.shard(graph, group, exchange="ring", order=order)
+        known = {*CONSENSUS, *ENERGY, *TWO_TRACKS}
+        layers = {k: made for k, made in layers_over(graph, "ring").items() if k in known}
+        layer_name = rng.choice([*layers])
+        try:
+            compare(group, rng, shard, layers[layer_name]().to(WIDE))
+        except Exception as error:
+            error.add_note(f"seed {seed}: {layer_name} over {name}, {order}")
+            raise
+    return len(seeds)
+
+
 class Sent(TorchDispatchMode):
     """Counts the numbers that collectives send to other ranks, and looks for NaN among them."""
 
