@@ -270,6 +270,14 @@ def rows_of_rounds(
 # Other collectives.
 
 
+def counts_of_all_ranks(counts: Tensor, group: Any) -> Tensor:
+    """Return the counts [n] of every rank, [ranks, n]; without a group, of this one only."""
+    if group is None:
+        return counts[None]
+    gather = _functional("all_gather_single", "all_gather_tensor")
+    return _waited(gather(counts[None].contiguous(), 0, group))
+
+
 def maximum_over_ranks(x: Tensor, group: Any) -> Tensor:
     """Return the elementwise maximum of a tensor over all ranks, on every rank.
 

@@ -110,6 +110,30 @@ def exchange_of(
         for other in range(layout.ranks)
     ]
     kept = tokens_of(common(needed[rank], owned_runs))
+    return context_exchange(send, arriving, kept, total, owned, context, group, device)
+
+
+def context_exchange(
+    send: Sequence[Tensor],
+    arriving: Sequence[Tensor],
+    kept: Tensor,
+    total: int,
+    owned: Tensor,
+    context: Tensor,
+    group: Any,
+    device: torch.device,
+) -> RowExchange:
+    """Return the exchange that makes the context of a rank, from what arrives and what it keeps.
+
+    Args:
+        send: for every rank, the places of rows among those of this one that it gets.
+        arriving: for every rank, the tokens whose rows come from it, in ascending order.
+        kept: the tokens of this rank that are in the context.
+        total: how many rows all ranks send together.
+        owned: the tokens of this rank.
+        context: the context, tokens in any order that may repeat.
+        group, device: the process group, and the device of the rows.
+    """
     there = torch.cat([*arriving, kept])
     arrived = len(there) - len(kept)
     order = there.argsort()

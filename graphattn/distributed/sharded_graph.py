@@ -13,6 +13,7 @@ from torch import Tensor
 
 from graphattn.distributed.agreement import (
     agree,
+    agree_on_call,
     calling,
     described,
     facts_of_call,
@@ -23,6 +24,7 @@ from graphattn.distributed.exchange import RowExchange, gathered, maximum_over_r
 from graphattn.distributed.layout import Layout
 from graphattn.distributed.local_graph import (
     EdgeExchange,
+    LocalGraph,
     LocalPart,
     among_context,
     as_local,
@@ -32,6 +34,18 @@ from graphattn.distributed.local_graph import (
     sequences_of,
     unlike_edges,
 )
+from graphattn.distributed.neighbors import (
+    Candidates,
+    Nearest,
+    Neighbors,
+    Within,
+    asking_exchange,
+    candidates_of,
+    edges_of_both_ends,
+    search,
+)
+from graphattn.distributed.planning.needs import RunTable
+from graphattn.distributed.planning.neighbor_plans import NeighborPlan
 from graphattn.distributed.planning.plans import CommunicationPlan, Exchange, plan, planned
 from graphattn.distributed.ring.rounds import (
     GlobalTargets,
@@ -49,7 +63,7 @@ from graphattn.distributed.seen import (
     tokens_of,
     without,
 )
-from graphattn.graphs.arguments import as_choice
+from graphattn.graphs.arguments import as_choice, as_points, as_sources
 from graphattn.graphs.builders.combine import batch
 from graphattn.graphs.edges.stored_values import made_for_training
 from graphattn.graphs.token_graph import TokenGraph
@@ -214,6 +228,13 @@ class ShardedGraph:
         context = tokens_of(needed[self.rank])
         exchange = self._exchange(needed, context)
         among = among_context(self.whole, owned, context)
+        return self._with_both_ends(among, exchange, context)
+
+    def _with_both_ends(
+        self, among: TokenGraph, exchange: RowExchange, context: Tensor
+    ) -> LocalPart:
+        """Return a graph of edges that touch a token of this rank, with what it needs to know."""
+        owned = self._targets.tokens(self.rank)
         graph = as_local(among, self.rank, self.ranks)
         graph._points_backward = self.whole.points_backward
         places = torch.searchsorted(context, owned)
@@ -226,6 +247,109 @@ class ShardedGraph:
             graph.over_ranks = partial(maximum_over_ranks, group=self.group)
         return LocalPart(graph, exchange, graph.owned, context)
 
+    # Graphs of neighbours.
+
+    def knn_graph(
+        self,
+        x: Tensor,
+        k: int,
+        *,
+        source: Tensor | None = None,
+        self_loops: bool = False,
+        backend: str = "auto",
+    ) -> NeighborShard:
+        """Every token sees its `k` nearest sources, on whatever rank they are.
+
+        The edges are those of :func:`graphattn.knn_graph` of the tokens of all ranks. The
+        sequences are those of this graph, whose edges do not matter: tokens of different sequences
+        do not see each other. Coordinates travel on a ring: a rank stores those of one other rank
+        at a time. The choice of neighbours has no gradient.
+
+        Args:
+            x: coordinates or features of the targets of this rank, [N, C].
+            k: sources per token.
+            source: those of its sources, [M, C]; `x` if None.
+            self_loops: whether a token counts as its own first neighbour.
+            backend: as in :func:`graphattn.knn`.
+
+        Returns:
+            A :class:`ShardedGraph` for layers. ``graph.plan.search_bytes(dtype, coordinates)`` are
+            the bytes of the search, and ``graph.plan.bytes(dtype, features)`` those of a layer.
+
+        Raises:
+            ValueError: in the same cases as :func:`graphattn.knn_graph`, or if ranks give other
+                arguments.
+            RankFailure: if another rank raised an error here.
+
+        Example:
+            In a layer, over the tokens of all ranks::
+
+                shard = ga.distributed.shard(ga.complete_graph(4096))
+                x = shard.split(torch.randn(4096, 64))
+                near = shard.knn_graph(x, k=16)  # or ga.knn_graph(x, 16, shard=shard)
+                y = ga.nn.DotProductAttention(64, heads=4)(x, near)
+        """
+        return self._neighbors("x", x, source, Nearest(k, bool(self_loops), backend))
+
+    def radius_graph(
+        self,
+        positions: Tensor,
+        radius: float,
+        *,
+        source: Tensor | None = None,
+        max_neighbors: int | None = None,
+        self_loops: bool = False,
+    ) -> NeighborShard:
+        """Every token sees the sources within a radius, on whatever rank they are.
+
+        The edges are those of :func:`graphattn.radius_graph` of the tokens of all ranks; all else
+        is as for :meth:`knn_graph`.
+
+        Args:
+            positions: coordinates of the targets of this rank, [N, C].
+            radius: the largest distance.
+            source: coordinates of its sources, [M, C]; `positions` if None.
+            max_neighbors: the largest number of sources per token; None for no limit.
+            self_loops: whether a token sees itself.
+
+        Raises:
+            ValueError: in the same cases as :func:`graphattn.radius_graph`, or if ranks give other
+                arguments.
+            RankFailure: if another rank raised an error here.
+        """
+        wanted = Within(radius, max_neighbors, bool(self_loops))
+        return self._neighbors("positions", positions, source, wanted)
+
+    @made_for_training
+    def _neighbors(
+        self, name: str, x: Tensor, source: Tensor | None, wanted: Nearest | Within
+    ) -> NeighborShard:
+        """Search over all ranks, after these have agreed on it."""
+        facts = {"search": repr(wanted), name: described(x, -2), "source": described(source, -2)}
+        with nullcontext() if self.group is None else calling(self.group, facts):
+            points = as_points(name, x)
+            self.check_tokens(name, x, self.num_targets)
+            as_sources(source, points, wanted.self_loops, name=name)
+            if source is not None:
+                self.check_tokens("source", source, self.num_sources)
+            elif not self.whole.has_same_tokens:
+                raise ValueError(
+                    f"source must be coordinates of the {self.num_sources} sources of rank "
+                    f"{self.rank}, because the targets of this graph are other tokens, got None"
+                )
+            if x.device != self.device:
+                raise ValueError(f"{name} must be on {self.device}, got {x.device}")
+            alone = source is None and not wanted.self_loops
+            wanted = wanted.checked([max(m - alone, 0) for _, m in self.whole.sizes])
+            if self.group is not None:
+                agree_on_call(self.group)
+        return NeighborShard(self, search(wanted, self._candidates, x, source))
+
+    @cached_property
+    @made_for_training
+    def _candidates(self) -> Candidates:
+        return candidates_of(self.whole, self._targets, self._sources, self.rank, self.group)
+
     def _exchange(self, needed: list[Runs], context: Tensor) -> RowExchange:
         return exchange_of(
             needed, self._sources, self.rank, context, group=self.group, device=self.device
@@ -237,6 +361,23 @@ class ShardedGraph:
         """The rounds of a ring, in which this rank computes with the rows of one rank at a time."""
         plan = RingPlan(self.whole, self._targets, self._sources, self.group)
         return plan.rounds(self.rank)
+
+    @cached_property
+    @made_for_training
+    def rounds_of_both_ends(self) -> tuple[RingRound, ...]:
+        """The rounds of a ring for layers that move both ends of an edge."""
+        plan = RingPlan(self.whole, self._targets, self._sources, self.group, both=True)
+        return plan.rounds(self.rank)
+
+    @cached_property
+    @made_for_training
+    def sequences(self) -> LocalGraph:
+        """The tokens of this rank without edges; maxima over sequences are those of all ranks."""
+        graph = as_local(self.tokens, self.rank, self.ranks)
+        graph.sequence = sequences_of(self.whole, self._targets.tokens(self.rank))
+        graph.sequences = len(self.whole.sizes)
+        graph.over_ranks = partial(maximum_over_ranks, group=self.group)
+        return graph
 
     @cached_property
     @made_for_training
@@ -500,6 +641,72 @@ class ShardedGraph:
         )
 
 
+class NeighborShard(ShardedGraph):
+    """One rank's part of a graph of neighbours, of which it knows the edges of its own targets.
+
+    :meth:`ShardedGraph.knn_graph` and :meth:`ShardedGraph.radius_graph` make it. Rows are always
+    fetched at once. ``whole`` has the tokens of all ranks, and no edges.
+    """
+
+    def __init__(self, base: ShardedGraph, neighbors: Neighbors) -> None:
+        whole, device, rank, group = base.whole, base.device, base.rank, base.group
+        tokens = TokenGraph(
+            edge_index=torch.empty((2, 0), dtype=torch.int64, device=device),
+            num_targets=whole.num_targets,
+            num_sources=whole.num_sources,
+            sizes=whole.sizes,
+            starts=whole.starts,
+            positions=whole.own_positions,
+        )
+        tokens._points_backward = False
+        sources, self._found = base._sources, neighbors
+        context = neighbors.source.unique()
+        count = len(neighbors.target)
+        exchange, rows, edges = asking_exchange(context.cpu(), count, sources, rank, group, device)
+        plan = NeighborPlan(
+            tokens, base._targets, sources, "targets", "rows", RunTable.of_runs([]),
+            rows=rows, edges_of_ranks=edges, search=base._candidates.plan,
+        )  # fmt: skip
+        super().__init__(plan, rank, group)
+        self._candidates = base._candidates  # for another search
+        of_targets, of_sources = self.tokens.positions, whole.source_positions[context]
+        graph = neighbors.graph(self.num_targets, context, (of_targets, of_sources))
+        local = as_local(graph, rank, self.ranks)
+        self.by_targets = LocalPart(local, exchange, slice(0, self.num_targets), context.cpu())
+
+    @cached_property
+    @made_for_training
+    def by_both_ends(self) -> LocalPart:
+        """The graph of all edges that touch a token of this rank; other ranks send them once."""
+        layout, device = self._targets, self.device
+        if self.group is not None:
+            agree_on_call(self.group)
+        edges = edges_of_both_ends(self._found, layout, self.rank, self.group, device)
+        context = torch.cat([layout.tokens(self.rank), edges.flatten()]).unique()
+        exchange, _, _ = asking_exchange(context, 0, layout, self.rank, self.group, device)
+        source, target = torch.searchsorted(context, edges)
+        key = (target * len(context) + source).unique()
+        ends = torch.stack([key % len(context), key // len(context)]).to(device)
+        positions = self.whole.positions[context.to(device)]
+        counts = torch.bincount(sequences_of(self.whole, context).cpu()).tolist()
+        among = TokenGraph(
+            edge_index=ends,
+            num_targets=len(context),
+            num_sources=len(context),
+            sizes=tuple((count, count) for count in counts),
+            positions=(positions, positions),
+        )
+        return self._with_both_ends(among, exchange, context)
+
+    def _whole_count(self, of: str) -> int:
+        if of == "edges":
+            raise ValueError(
+                "of must be 'targets' or 'sources' for a graph of neighbours, whose edges no rank "
+                "knows all, got 'edges': compute values per edge from shard.graph"
+            )
+        return super()._whole_count(of)
+
+
 def _token_dim(x: Tensor) -> int:
     return -2 if x.is_floating_point() and x.dim() >= 2 else -1
 
@@ -527,11 +734,12 @@ def shard(
             group, if all ranks have one, so that one tensor fits all graphs of a model; otherwise
             "zigzag" for a causal graph whose exchange is a ring, and "runs" for all others.
         exchange: "rows": all rows of other ranks that a rank needs are fetched before the
-            operation. "ring": attention computes with the rows of one rank at a time, so that a
-            rank never stores those of more than two others; linear attention sends sums over
-            sources instead, where these are smaller. "auto" takes the ring if a rank needs
+            operation. "ring": attention and consensus compute with the rows of one rank at a time,
+            so that a rank never stores those of more than two others; linear attention sends sums
+            over sources instead, where these are smaller. "auto" takes the ring if a rank needs
             more than twice as many rows of others as it owns. If only global tokens need so many,
-            their queries are sent to all ranks instead. Consensus always fetches all rows.
+            their queries are sent to all ranks instead. Consensus with features of edges or with
+            its own messages always fetches all rows.
 
     Returns:
         A :class:`ShardedGraph`, which layers take in the place of a graph.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -11,6 +12,7 @@ from torch.nn import functional
 from graphattn.distributed.sharded_graph import ShardedGraph
 from graphattn.graphs.arguments import as_choice, as_float, as_int
 from graphattn.graphs.token_graph import TokenGraph
+from graphattn.nn.base.consensus_across_ranks import consensus_on_ring, may_use_ring
 from graphattn.nn.base.graph_layer import (
     GraphLayer,
     Positions,
@@ -211,10 +213,13 @@ class _Consensus(GraphLayer):
         """
         if tokens is not None:
             self.with_embedding(x, x, tokens)  # says that there is none
-        if self.iterations > 1:
-            return self.iterated(x, context, graph, valid, positions, **of_edges)
         if not isinstance(graph, ShardedGraph):
+            if self.iterations > 1:
+                return self.iterated(x, context, graph, valid, positions, None, **of_edges)
             return super().forward_pass(x, context, graph, valid, positions, weights, **of_edges)
+        if may_use_ring(self, graph):
+            return consensus_on_ring(self, x, context, graph, valid, positions)
+        alone = context is x
         both = self.update_rule == "energy" and context is x
         features = of_edges["edge_features"]
         x, sources, graph_of_rank, pair = self.prepare(
@@ -237,14 +242,22 @@ class _Consensus(GraphLayer):
         seen = fetched["sources"]
         masks = fetched.get("valid targets", pair[0]), fetched.get("valid")
         places = fetched.get("of targets", places[0]), fetched.get("positions")
-        moved = super().forward_pass(
+        given = (
             seen if both else x,
             seen,
             local.graph,
             None if pair == (None, None) else masks,
             None if positions is None else places,
-            edge_features=features,
         )
+        if self.iterations == 1:
+            moved = super().forward_pass(*given, edge_features=features)
+        else:
+
+            def states_of_sources(u: Tensor) -> Tensor:
+                return local.exchange(u[..., local.owned, :, :] if both else u, dims=[-3])[0]
+
+            fetch = states_of_sources if alone else None
+            moved = self.iterated(*given, fetch, edge_features=features)
         return moved[..., local.owned, :] if both else moved
 
     def iterated(
@@ -254,33 +267,44 @@ class _Consensus(GraphLayer):
         graph: Any,
         valid: Valid,
         positions: Positions,
+        fetch: Callable[[Tensor], Tensor] | None = None,
         **of_edges: Tensor | None,
     ) -> Tensor:
-        """The template of a call that makes several steps, with R from the tokens of the call."""
-        if isinstance(graph, ShardedGraph):
-            raise ValueError(
-                f"graph must be on one rank for iterations={self.iterations}, got a graph that is "
-                "divided over ranks: every iteration would have to fetch the states of other ranks "
-                "again. Use iterations=1 and more layers"
-            )
+        """The template of a call that makes several steps, with R from the tokens of the call.
+
+        If the targets are among the sources and some of these belong to other ranks, `fetch` gets
+        the states of sources from those of targets.
+        """
         values = {name: value for name, value in of_edges.items() if value is not None}
-        alone = context is x
+        alone, given = context is x, x
         x, context, graph, masks = self.prepare(x, context, graph, valid, per_edge=bool(values))
+        if fetch is not None and not alone:
+            x = given  # prepared before: tokens that may not move may yet be seen
         values = self.edge_arguments(x, graph, masks, **values)
         rotations = self.rotations(x, context, graph, positions)
         u, compared, hidden = self.project(x, context, rotations)
         for iteration in range(self.iterations):
             if iteration:
+                if alone and fetch is not None:
+                    u = fetch(u)
                 plain = self.rotate_back(u, rotations)
-                if alone:
-                    compared = self.rotate(plain, plain, rotations)
-                elif self.rotary is None or rotations is None:
-                    compared = plain, compared[1]
+                if fetch is not None and not alone:
+                    compared = self.rotate(plain, fetch(plain), rotations)
                 else:
-                    compared = self.rotary.turn(plain, rotations[0]), compared[1]
+                    compared = self.compared_again(plain, compared, rotations, alone)
             which = {"iteration": iteration} if self.learned_step else {}
             u = self.mix(u, compared, hidden, graph, masks, **which, **values)
         return self.project_back(u, rotations)
+
+    def compared_again(
+        self, plain: Tensor, compared: PairTensor, rotations: Rotations, alone: bool
+    ) -> PairTensor:
+        """The two states that are compared after a step to `plain` ones, the sources if `alone`."""
+        if alone:
+            return self.rotate(plain, plain, rotations)
+        if self.rotary is None or rotations is None:
+            return plain, compared[1]
+        return self.rotary.turn(plain, rotations[0]), compared[1]
 
     def edge_arguments(
         self, x: Tensor, graph: TokenGraph, valid: ValidPair, **of_edges: Tensor
@@ -310,14 +334,23 @@ class _Consensus(GraphLayer):
 
         States are [*, N, H, D] for targets and [*, M, H, D] for sources.
         """
+        u, compared = self.moving_states(x, context, rotations)
+        return u, compared, self.hidden_vectors(u, x, context)
+
+    def moving_states(
+        self, x: Tensor, context: Tensor, rotations: Rotations
+    ) -> tuple[Tensor, PairTensor]:
+        """The states that move, and the two that are compared."""
         u, v = self.states(x, context)
         compared = self.rotate(u, v, rotations)
-        if self.isometric:  # make the step in the rotated frame; project_back rotates it back
-            u = compared[0]
+        # "isometric": make the step in the rotated frame; project_back rotates it back
+        return compared[0] if self.isometric else u, compared
+
+    def hidden_vectors(self, u: Tensor, x: Tensor, context: Tensor) -> HiddenPair:
+        """The hidden vectors of both sides, for states like u, or the layers that make them."""
         if self.applies_first_layer(u):
-            return u, compared, self.edge_net.first_layers(x, context)
-        hidden = self.edge_net.target_hidden(x), self.edge_net.source_hidden(context)
-        return u, compared, hidden
+            return self.edge_net.first_layers(x, context)
+        return self.edge_net.target_hidden(x), self.edge_net.source_hidden(context)
 
     def states(self, x: Tensor, context: Tensor) -> PairTensor:
         """The states of targets [*, N, H, D] and of sources [*, M, H, D]."""

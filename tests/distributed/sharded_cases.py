@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphattn as ga
 from graphattn.distributed.layout import Layout
+from graphattn.distributed.planning.plans import planned
 from graphattn.distributed.ring.operations import SoftmaxParts, TopKParts
 
 WIDE = torch.float64
@@ -89,6 +90,9 @@ CONSENSUS: dict[str, Callable[[], nn.Module]] = {
     "target": lambda: _consensus(update="target", rope=True),
     "target, auto": lambda: _consensus(update="target", step_size="auto"),
     "target, features": lambda: _consensus(update="target", edge_features=3),
+    "target, iterated": lambda: _consensus(
+        update="target", rope=True, iterations=2, learned_step=True
+    ),
 }
 ENERGY: dict[str, Callable[[], nn.Module]] = {
     "energy": lambda: _consensus(rope=True),
@@ -97,11 +101,17 @@ ENERGY: dict[str, Callable[[], nn.Module]] = {
     "energy, by messages": lambda: _consensus(
         step_size="auto", rope="isometric", backend="reference"
     ),
+    "energy, iterated": lambda: _consensus(
+        step_size="auto", rope="isometric", iterations=3, trunk="separate", edge_input="full"
+    ),
 }
 TWO_TRACKS: dict[str, Callable[[], nn.Module]] = {
     "cross": lambda: ga.nn.CrossConsensus(DIM, HEADS, rank=2, edge_hidden=6),
     "cross, features": lambda: ga.nn.CrossConsensus(
         DIM, HEADS, rank=2, edge_hidden=6, edge_features=3, step_size="auto"
+    ),
+    "cross, iterated": lambda: ga.nn.CrossConsensus(
+        DIM, HEADS, rank=2, edge_hidden=6, rope=True, iterations=2, step_size="learned"
     ),
 }
 BY_MESSAGES = {
@@ -268,6 +278,26 @@ def every_layer_over(group: Any, name: str, way: int) -> int:
     return len(layers)
 
 
+def random_consensus(group: Any, seeds: list[int]) -> int:
+    """Compare layers of consensus on a ring, over random graphs; returns how many."""
+    for seed in seeds:
+        rng = random.Random(seed)
+        torch.manual_seed(seed)
+        name = rng.choice([*GRAPHS])
+        graph = GRAPHS[name](rng, rng.randint(2 * group.size() + 4, 40), rng.randint(1, 9))
+        order: Any = rng.choice(["runs", "zigzag"])
+        shard = ga.distributed.shard(graph, group, exchange="ring", order=order)
+        known = {*CONSENSUS, *ENERGY, *TWO_TRACKS}
+        layers = {k: made for k, made in layers_over(graph, "ring").items() if k in known}
+        layer_name = rng.choice([*layers])
+        try:
+            compare(group, rng, shard, layers[layer_name]().to(WIDE))
+        except Exception as error:
+            error.add_note(f"seed {seed}: {layer_name} over {name}, {order}")
+            raise
+    return len(seeds)
+
+
 class Sent(TorchDispatchMode):
     """Counts the numbers that collectives send to other ranks, and looks for NaN among them."""
 
@@ -276,6 +306,7 @@ class Sent(TorchDispatchMode):
         self.rank = rank
         self.rows: list[list[int]] = []  # of every exchange, how many rows each rank gets
         self.numbers = 0
+        self.sizes: list[int] = []  # of every exchange, how many numbers all ranks get
         self.dtypes: list[torch.dtype] = []  # of every exchange
         self.has_nan = False
 
@@ -284,6 +315,7 @@ class Sent(TorchDispatchMode):
             rows, _, sent = args[:3]
             self.rows.append([int(n) for n in sent])
             self.numbers += rows.numel()
+            self.sizes.append(rows.numel())
             self.dtypes.append(rows.dtype)
             self.has_nan |= bool(rows.isnan().any())
         return func(*args, **(kwargs or {}))
@@ -349,6 +381,30 @@ def bytes_are_those_of_the_plan(group: Any) -> int:
     return len(GRAPHS)
 
 
+def bytes_of_consensus(group: Any) -> int:
+    """Compare what steps of consensus send on a ring, forward and backward, with the plan."""
+    count = 0
+    for name in ("causal", "complete", "longformer", "edges", "packed", "two tracks, complete"):
+        torch.manual_seed(3)
+        graph = GRAPHS[name](random.Random(name), 40, 4)
+        order: Any = WAYS[count % 2][1]
+        shard = ga.distributed.shard(graph, group, exchange="ring", order=order)
+        layers = {"target": _consensus(update="target")}
+        if not graph.has_same_tokens:
+            layers = {"target": ga.nn.CrossConsensus(DIM, HEADS, rank=2, edge_hidden=6)}
+        elif not graph.has_causal_part:
+            layers |= {"energy": _consensus()}
+        for update, layer in layers.items():
+            moves: Any = "both" if update == "energy" else "targets"
+            plan = planned(graph, shard._targets, shard._sources, moves, ("ring", ()))
+            counts = numbers_sent(shard, layer.to(WIDE))
+            for sent, backward in zip(counts, (False, True), strict=True):
+                expected = plan.bytes(WIDE, DIM, backward=backward)
+                assert all_ranks_send(shard, sent) == int(expected.sum()), (name, update, backward)
+            count += 1
+    return count
+
+
 def global_tokens_sent(group: Any, name: str) -> bool:
     """Return whether the owner of global tokens gets few rows, and as many as the plan says."""
     shard = ga.distributed.shard(GRAPHS[name](random.Random(0), 0, 0), group, order="runs")
@@ -394,6 +450,8 @@ def poisoned(group: Any, name: str, exchange: str) -> int:
     layers = layers_over(graph, exchange)
     for layer_name, made in layers.items():
         layer = made().to(WIDE)
+        if getattr(layer, "iterations", 1) > 1:  # every iteration reaches one edge further
+            continue
         given: dict[str, Any] = {"valid": shard.split(masks[0])}
         if two:
             given["valid"] = given["valid"], shard.split(masks[1], of="sources")

@@ -6,9 +6,11 @@ from sharded_cases import (
     DIM,
     GRAPHS,
     bytes_are_those_of_the_plan,
+    bytes_of_consensus,
     every_layer_over,
     global_tokens_sent,
     poisoned,
+    random_consensus,
     rows_sent_by_a_causal_window,
     trips_of_a_ring,
 )
@@ -60,6 +62,17 @@ def test_a_causal_window_of_256_sends_255_rows_over_every_border(ranks):
 @pytest.mark.long
 def test_bytes_that_are_sent_are_those_of_the_plan(ranks):
     assert ranks.run(bytes_are_those_of_the_plan, 3) == [len(GRAPHS)] * 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_many_random_steps_of_consensus_on_a_ring(ranks, size):
+    seeds = list(range(1000 * size, 1000 * size + 167))
+    assert ranks.run(random_consensus, size, seeds=seeds, limit=3000) == [len(seeds)] * size
+
+
+def test_consensus_on_a_ring_sends_the_bytes_of_its_plan(ranks):
+    assert ranks.run(bytes_of_consensus, 3) == [10] * 3
 
 
 @pytest.mark.skipif(NO_CODE is not None, reason=f"there is no compiled code: {NO_CODE}")

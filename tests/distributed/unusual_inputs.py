@@ -18,8 +18,9 @@ def masks_that_differ(group: Any) -> int:
     torch.manual_seed(3)
     a, b = torch.rand(n) < 0.7, torch.rand(n) < 0.7
     for name, made in {**CONSENSUS, **ENERGY}.items():
-        for order in ("runs", "zigzag"):
-            shard = ga.distributed.shard(graph, group, order=order)  # type: ignore[arg-type]
+        ways: Any = ("runs", "rows"), ("zigzag", "rows"), ("runs", "ring")
+        for order, exchange in ways:
+            shard = ga.distributed.shard(graph, group, order=order, exchange=exchange)
             layer = made().to(WIDE)
             features, of_rank = {}, {}
             if layer.edge_features:

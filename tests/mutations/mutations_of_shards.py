@@ -11,6 +11,8 @@ SAME = f"{TESTS}::test_outputs_and_gradients_equal_those_of_one_process"
 COUNTS = f"{TESTS}::test_a_causal_window_of_256_sends_255_rows_over_every_border"
 OTHERS = "tests/distributed/test_combinations.py"
 STATES = "tests/distributed/test_states.py"
+NEIGHBORS = "tests/distributed/test_neighbors.py"
+NEAREST = f"{NEIGHBORS}::test_edges_outputs_and_gradients_equal_those_of_one_process"
 
 MUTATIONS = [
     Mutation(
@@ -152,5 +154,47 @@ MUTATIONS = [
         "        if self.states is None or self.widest_state(rope=rope) < D:",
         "        if self.states is None:",
         (f"{STATES}::test_states_are_sent_if_all_of_them_are_smaller_than_all_rows[False]",),
+    ),
+    Mutation(
+        "both ends of the edges within a rank move twice",
+        f"{HERE}/ring/rounds.py",
+        'parts += [] if which_side else [([(run.start, run.stop)], "both")]',
+        'parts += [([(run.start, run.stop)], "both")]',
+        (f"{SAME}[complete-2]",),
+    ),
+    Mutation(
+        "a token that moves is seen on a ring, although it is not valid as a source",
+        "graphattn/nn/base/consensus_across_ranks.py",
+        "(as_sources, as_targets)",
+        "(of_targets, of_sources)",
+        ("tests/distributed/test_unusual_inputs.py::test_a_token_may_move_and_yet_not_be_seen",),
+    ),
+    Mutation(
+        "later iterations keep the states of other ranks",
+        "graphattn/nn/consensus.py",
+        "                    u = fetch(u)",
+        "                    pass",
+        (f"{SAME}[window-4]",),
+    ),
+    Mutation(
+        "of equally near tokens on several ranks the last one wins",
+        f"{HERE}/neighbors.py",
+        "    order = edges[0].argsort(stable=True)\n    order = order[squared",
+        "    order = edges[0].argsort(descending=True)\n    order = order[squared",
+        (f"{NEAREST}[3]",),
+    ),
+    Mutation(
+        "coordinates that are not numbers travel",
+        f"{HERE}/neighbors.py",
+        "x.isnan().any(1, keepdim=True)",
+        "x.isnan().all(1, keepdim=True)",
+        (f"{NEIGHBORS}::test_the_search_sends_the_bytes_of_its_plan",),
+    ),
+    Mutation(
+        "both ends of edges between ranks do not move",
+        f"{HERE}/neighbors.py",
+        "    return torch.cat([edges, arrived], dim=1)",
+        "    return edges",
+        (f"{NEAREST}[3]",),
     ),
 ]

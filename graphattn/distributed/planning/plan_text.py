@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphattn.distributed.seen import Run
-
 MOST_LISTED = 16  # ranks, one per line
 MOST_NAMED = 5  # senders in a line
 
@@ -20,11 +18,11 @@ def lines_of(plan: Any, dtype: torch.dtype, features: int) -> Iterator[str]:
     way = "all rows at once, before the operation" if at_once else "rows in rounds of a ring"
     zigzag = ", layout zigzag" if plan.target_layout.zigzag else ""
     yield f"Plan of communication: {plan.ranks:,} ranks, {way}{zigzag}"
-    yield repr(plan.graph)
+    yield plan.title()
     if plan.ranks <= MOST_LISTED:
         yield "  rank  tokens  receives rows from"
         for rank, (tokens, rows) in enumerate(zip(plan.own_rows, plan.received_rows, strict=True)):
-            yield f"  {rank:>4}  {tokens:>6,}  {rows:,}{senders(plan.pairs(rank))}"
+            yield f"  {rank:>4}  {tokens:>6,}  {rows:,}{senders(plan.senders(rank))}"
     else:
         yield f"  rows that a rank owns: {range_of(plan.own_rows)}"
         yield f"  rows that it receives: {range_of(plan.received_rows)}"
@@ -56,9 +54,9 @@ def lines_of(plan: Any, dtype: torch.dtype, features: int) -> Iterator[str]:
     )
 
 
-def senders(pairs: list[tuple[int, list[Run]]]) -> str:
+def senders(counts: list[tuple[int, int]]) -> str:
     """Write from which ranks how many rows come."""
-    rows = [f"rank {sender} ({sum(b - a for a, b in runs):,})" for sender, runs in pairs]
+    rows = [f"rank {sender} ({count:,})" for sender, count in counts]
     if len(rows) > MOST_NAMED:
         rows[MOST_NAMED - 1 :] = [f"{len(rows) - MOST_NAMED + 1} other ranks"]
     return ": " + ", ".join(rows) if rows else ""

@@ -18,6 +18,7 @@ from graphattn.distributed.planning.needs import RunTable, edges_per_rank, remot
 from graphattn.distributed.planning.plan_text import lines_of
 from graphattn.distributed.ring.states import StatePlan, plan_of_states
 from graphattn.distributed.seen import Run, global_tokens
+from graphattn.distributed.seen import count as count_tokens
 from graphattn.graphs.arguments import as_choice, as_float, as_int
 from graphattn.graphs.edges.stored_values import made_for_training
 from graphattn.graphs.token_graph import TokenGraph
@@ -122,6 +123,14 @@ class CommunicationPlan:
         _, chunk, start, stop = self.source_layout.cut_at_chunks(start, stop)
         pieces = RunTable(self.source_layout.rank_of(chunk), start, stop)
         return pieces.joined(self.graph.num_sources).by_rank()
+
+    def senders(self, rank: int) -> list[tuple[int, int]]:
+        """Count the rows that `rank` receives from each sender, in ascending order."""
+        return [(sender, count_tokens(runs)) for sender, runs in self.pairs(rank)]
+
+    def title(self) -> str:
+        """Name the graph."""
+        return repr(self.graph)
 
     def sends(self, rank: int) -> list[tuple[int, list[Run]]]:
         """List what `rank` sends: receivers in ascending order, each with its runs of sources.
@@ -289,8 +298,7 @@ class CommunicationPlan:
             )
         inside, between = (as_float("bandwidth", speed, positive=True) for speed in bandwidth)
         latency = as_float("latency", latency, positive=False)
-        near = self._within_nodes(as_int("per_node", per_node, 1))
-        near_in, near_out = near.counted(self.ranks), self._sent(near)
+        near_in, near_out = self._within_nodes(as_int("per_node", per_node, 1))
         far_in, far_out = self.received_rows - near_in, self.sent_rows - near_out
         ring = self.exchange == "ring"
         if backward and ring:  # Rows come again, and their gradients go the other way.
@@ -350,15 +358,16 @@ class CommunicationPlan:
     def _sent(self, table: RunTable) -> Tensor:
         return self.source_layout.per_rank(table.counted_between(self._borders))
 
-    def _within_nodes(self, per_node: int) -> RunTable:
-        """Cut what ranks receive to what ranks of the same node own."""
+    def _within_nodes(self, per_node: int) -> tuple[Tensor, Tensor]:
+        """Count the rows that every rank receives from and sends to ranks of its node."""
         first = torch.div(self.needs.rank, per_node, rounding_mode="floor") * per_node
         last = (first + per_node).clamp(max=self.ranks)
         cuts = [self.needs.cut(self._borders[first], self._borders[last])]
         if self.source_layout.zigzag:
             first, last = 2 * self.ranks - last, 2 * self.ranks - first
             cuts.append(self.needs.cut(self._borders[first], self._borders[last]))
-        return RunTable.concatenated(cuts)
+        near = RunTable.concatenated(cuts)
+        return near.counted(self.ranks), self._sent(near)
 
     def _checked(self, rank: int) -> int:
         rank = as_int("rank", rank, 0)

@@ -57,10 +57,20 @@ class RingOperation:
         raise NotImplementedError
 
 
-class LinearParts(RingOperation):
-    """Numerators and denominators of linear attention; the parts add up."""
+class SumParts(RingOperation):
+    """Sums over sources; the parts add up."""
 
     needs_its_part = "its gradients are those of autograd"
+
+    def merge(self, whole: Tensors, part: Tensors) -> Tensors:
+        return tuple(x + y for x, y in zip(whole, part, strict=True))
+
+    def upstream(self, part: Tensors, whole: Tensors, d_whole: Tensors) -> Tensors:
+        return d_whole
+
+
+class LinearParts(SumParts):
+    """Numerators and denominators of linear attention."""
 
     def part(self, targets: Given, sources: Given, block: RingBlock) -> Tensors:
         query, turned_query, of_targets = targets
@@ -71,12 +81,6 @@ class LinearParts(RingOperation):
         return linear_attention_sums(
             query, key, value, block.graph, rotated=rotated, valid=(of_targets, of_sources)
         )
-
-    def merge(self, whole: Tensors, part: Tensors) -> Tensors:
-        return tuple(x + y for x, y in zip(whole, part, strict=True))
-
-    def upstream(self, part: Tensors, whole: Tensors, d_whole: Tensors) -> Tensors:
-        return d_whole
 
 
 class SoftmaxParts(RingOperation):

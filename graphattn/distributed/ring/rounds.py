@@ -7,7 +7,7 @@ that, their queries go to all ranks, and partial results come back.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from graphattn.distributed.local_graph import LocalPart, edges_between
 from graphattn.distributed.seen import Run, Runs, common, count, joined, seen_by, tokens_of
 from graphattn.graphs.builders.windows import bipartite_complete_graph
 from graphattn.graphs.token_graph import TokenGraph
+
+End = Literal["targets", "sources", "both"]
 
 
 class RingBlock(NamedTuple):
@@ -32,6 +34,8 @@ class RingBlock(NamedTuple):
         graph: the edges.
         offsets: LongTensor [E], the row of the whole graph's table of offsets for every edge. None
             if `graph` has the table itself, or the whole graph has none.
+        ends: which ends of the edges are this rank's targets: "targets"; or, for an operation that
+            moves both ends, also "sources", where `graph` is transposed, or "both".
     """
 
     number: int
@@ -41,6 +45,7 @@ class RingBlock(NamedTuple):
     tokens: Tensor
     graph: TokenGraph
     offsets: Tensor | None = None
+    ends: End = "targets"
 
 
 class RingRound(NamedTuple):
@@ -63,30 +68,55 @@ class RingPlan:
         graph: the graph of all tokens.
         targets, sources: who owns its targets and its sources.
         group: the process group.
+        both: whether both ends of an edge move. A rank then also gets the rows of targets that see
+            its tokens, and computes an edge between two of its runs, or two ranks, at each end.
     """
 
-    def __init__(self, graph: TokenGraph, targets: Layout, sources: Layout, group: Any) -> None:
+    def __init__(
+        self,
+        graph: TokenGraph,
+        targets: Layout,
+        sources: Layout,
+        group: Any,
+        *,
+        both: bool = False,
+    ) -> None:
         self.graph, self.targets, self.sources, self.group = graph, targets, sources, group
-        # For every rank, the sources that each run of its targets sees; and all of them.
+        self.sides = (graph, graph.transpose()) if both else (graph,)
+        # For every rank and side, the sources that each run of its targets sees; and all of them.
         self.by_run = [
-            [seen_by(graph, run.start, run.stop) for run in targets.runs(rank)]
+            [
+                [seen_by(side, run.start, run.stop) for run in targets.runs(rank)]
+                for side in self.sides
+            ]
             for rank in range(targets.ranks)
         ]
-        self.needed = [joined(seen for runs in by_run for seen in runs) for by_run in self.by_run]
+        self.needed = [
+            joined(seen for by_run in by_side for runs in by_run for seen in runs)
+            for by_side in self.by_run
+        ]
 
     def rounds(self, rank: int) -> tuple[RingRound, ...]:
         """Return the rounds of a rank."""
-        ranks = self.targets.ranks
         rounds = []
-        for d in range(ranks):
-            sender = (rank - d) % ranks
+        for sender, exchange, arrived in self.arrivals(rank):
+            blocks = [
+                block
+                for side in range(len(self.sides))
+                for block in self._blocks(rank, sender, arrived, side)
+            ]
+            rounds.append(RingRound(exchange, tuple(blocks)))
+        return tuple(rounds)
+
+    def arrivals(self, rank: int) -> Iterator[tuple[int, RowExchange | None, Tensor]]:
+        """Yield the sender, the exchange and the tokens of every round; first the rank's own."""
+        for d in range(self.targets.ranks):
+            sender = (rank - d) % self.targets.ranks
             arriving = common(self.needed[rank], self.sources.runs(sender))
             if d == 0:
                 arriving = [(run.start, run.stop) for run in self.sources.runs(rank)]
-            blocks = self._blocks(rank, sender, tokens_of(arriving))
             exchange = self._exchange(rank, d, count(arriving)) if d else None
-            rounds.append(RingRound(exchange, tuple(blocks)))
-        return tuple(rounds)
+            yield sender, exchange, tokens_of(arriving)
 
     def _travelling(self, sender: int, receiver: int) -> Runs:
         """Return the tokens of one rank that another one needs."""
@@ -103,23 +133,30 @@ class RingPlan:
         total = sum(count(self._travelling((other - d) % ranks, other)) for other in range(ranks))
         return RowExchange.of_lists(send, received, total, group=self.group, device=device)
 
-    def _blocks(self, rank: int, sender: int, arrived: Tensor) -> Iterator[RingBlock]:
+    def _blocks(
+        self, rank: int, sender: int, arrived: Tensor, which_side: int
+    ) -> Iterator[RingBlock]:
         """Yield the blocks of edges from the rows of one rank to the targets of another."""
-        start = 0
-        runs = zip(self.targets.runs(rank), self.by_run[rank], strict=True)
+        start, both, side = 0, len(self.sides) > 1, self.sides[which_side]
+        end: End = "sources" if which_side else "targets"
+        runs = zip(self.targets.runs(rank), self.by_run[rank][which_side], strict=True)
         for which, (run, seen) in enumerate(runs):
-            parts = [common(seen, (chunk,)) for chunk in self.sources.runs(sender)]
-            parts = [part for part in parts if part]
-            if not parts and sender == rank:
-                parts = [[]]  # a target without sources needs a result, too
-            for part in parts:
+            parts: list[tuple[Runs, End]] = []
+            for chunk in self.sources.runs(sender):
+                if both and chunk == run:  # edges among these tokens are in one block only
+                    parts += [] if which_side else [([(run.start, run.stop)], "both")]
+                elif part := common(seen, (chunk,)):
+                    parts.append((part, end))
+            if not parts and sender == rank and not both:
+                parts = [([], end)]  # a target without sources needs a result, too
+            for part, ends in parts:
                 tokens = tokens_of(part)
                 rows = torch.searchsorted(arrived, tokens)
                 first = int(rows[0]) if len(rows) else 0
                 is_run = torch.equal(rows, torch.arange(first, first + len(rows)))
-                graph = edges_between(self.graph, run, tokens)
+                graph = edges_between(side, run, tokens)
                 offsets = None
-                whole = self.graph.structure
+                whole = side.structure
                 if graph.structure is None and whole is not None and whole.num_offsets:
                     source, target = graph.edge_index
                     place = tokens.to(graph.device)[source]
@@ -132,6 +169,7 @@ class RingPlan:
                     graph=graph,
                     offsets=offsets,
                     number=run.start * self.sources.num_tokens + (int(tokens[0]) if part else 0),
+                    ends=ends,
                 )
             start += len(run)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ def knn_graph(
     self_loops: bool = False,
     backend: str = "auto",
     batch: BatchVector | None = None,
+    shard: Any = None,
 ) -> TokenGraph:
     """Every token sees its `k` nearest sources.
 
@@ -59,10 +60,14 @@ def knn_graph(
         backend: "auto", "reference" or "triton", as in :func:`~graphattn.knn`.
         batch: the item to which every token belongs, [N] in ascending order, as in PyG; with
             `source`, a pair for the targets [N] and the sources [M].
+        shard: a graph that is divided among ranks (:func:`graphattn.distributed.shard`), if `x` are
+            the tokens of this rank. The result is then divided in the same way, see
+            :meth:`graphattn.distributed.ShardedGraph.knn_graph`.
 
     Raises:
         ValueError: in the same cases as :func:`~graphattn.knn`; if `batch` is not in ascending
-            order; if `within` is given although x holds several items.
+            order; if `within` is given although x holds several items; if `within` or `batch` is
+            given together with `shard`.
 
     Example:
         >>> import torch, graphattn as ga
@@ -79,6 +84,9 @@ def knn_graph(
         tensor([[1, 0, 3, 2],
                 [0, 1, 2, 3]])
     """
+    if shard is not None:
+        over_ranks = _of_shard(shard, "knn_graph", within=within, batch=batch)
+        return over_ranks(x, k, source=source, self_loops=self_loops, backend=backend)
     if batch is not None or (isinstance(x, Tensor) and x.dim() == 3):
         if within is not None:
             raise ValueError(
@@ -110,6 +118,22 @@ def knn_graph(
     )
 
 
+def _of_shard(shard: Any, name: str, **others: Any) -> Any:
+    """Return the method of a ShardedGraph that searches over all ranks."""
+    if not hasattr(shard, name):
+        raise ValueError(
+            f"shard must be a ShardedGraph, got {type(shard).__name__}: "
+            "graphattn.distributed.shard makes one"
+        )
+    for argument, given in others.items():
+        if given is not None:
+            raise ValueError(
+                f"{argument} must be None with shard, whose sequences are searched separately, got "
+                f"{type(given).__name__}"
+            )
+    return getattr(shard, name)
+
+
 def _ascending(index: Tensor) -> Tensor:
     """Sort every row of a table. On a CPU, numpy sorts such short rows five times faster."""
     traced = torch.compiler.is_compiling() or is_transformed() or makes_fakes()
@@ -126,6 +150,7 @@ def radius_graph(
     max_neighbors: int | None = None,
     self_loops: bool = False,
     batch: BatchVector | None = None,
+    shard: Any = None,
 ) -> TokenGraph:
     """Every token sees the sources at Euclidean distance <= `radius`.
 
@@ -147,10 +172,11 @@ def radius_graph(
             ``source=None``.
         batch: the item to which every token belongs, [N] in ascending order, as in PyG; with
             `source`, a pair for the targets [N] and the sources [M].
+        shard: a graph that is divided among ranks, as in :func:`~graphattn.knn_graph`.
 
     Raises:
-        ValueError: if an argument is outside its range, `source` does not fit `positions`, or
-            `batch` is not in ascending order.
+        ValueError: if an argument is outside its range, `source` does not fit `positions`,
+            `batch` is not in ascending order, or is given together with `shard`.
 
     Example:
         >>> import torch, graphattn as ga
@@ -165,6 +191,11 @@ def radius_graph(
         tensor([[0, 1, 2, 3],
                 [0, 0, 0, 0]])
     """
+    if shard is not None:
+        over_ranks = _of_shard(shard, "radius_graph", batch=batch)
+        return over_ranks(
+            positions, radius, source=source, max_neighbors=max_neighbors, self_loops=self_loops
+        )
     sizes: Sizes | None = None
     if batch is not None or (isinstance(positions, Tensor) and positions.dim() == 3):
         positions, source, sizes = _items(positions, source, batch, name="positions")

@@ -114,7 +114,7 @@ def may_broadcast(layer: Any, shard: ShardedGraph, *others: object) -> bool:
     if `others`, a bias or a wish for weights, need all edges of a target on one rank.
     """
     top_k = getattr(layer, "top_k", None)
-    plain = top_k is None and not _own_methods(layer) and layer.backend != "reference"
+    plain = top_k is None and not own_methods(layer) and layer.backend != "reference"
     return (
         bool(shard.broadcast)
         and plain
@@ -206,16 +206,16 @@ def check_no_weights(wanted: object) -> None:
 
 def check_layer(layer: Any) -> None:
     """Refuse a layer whose messages are its own: their results cannot be merged."""
-    if replaced := _own_methods(layer):
+    if replaced := own_methods(layer):
         raise ValueError(
             f"graph must not exchange its rows on a ring, because this {type(layer).__name__} has "
             f"its own {names_of(replaced)}, whose results cannot be merged: {INSTEAD}"
         )
 
 
-def _own_methods(layer: Any) -> tuple[str, ...]:
+def own_methods(layer: Any, *others: str) -> tuple[str, ...]:
     """Return the names of overrides that an operation in parts would not call."""
-    return *overridden_edges(layer), *overridden(layer, ("mix", "fused"))
+    return *overridden_edges(layer), *overridden(layer, ("mix", "fused", *others))
 
 
 def check_bias(edge_bias: Tensor | None, shard: ShardedGraph) -> None:

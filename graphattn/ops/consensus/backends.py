@@ -7,7 +7,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from graphattn.ops.backends import Backend, is_watched, why_not_native
@@ -15,7 +14,7 @@ from graphattn.ops.consensus import operators, reference, triton
 from graphattn.ops.consensus.calls import ConsensusCall, ConsensusKind
 from graphattn.ops.consensus.edge_network import FirstLayer, as_dtype, as_pair, in_dtype
 from graphattn.ops.consensus.native import sums as native
-from graphattn.ops.consensus.step_size import automatic_move, bounds_of_degrees
+from graphattn.ops.consensus.step_size import moved
 from graphattn.ops.consensus.structured import sums as structured
 from graphattn.ops.counting import note_uncounted
 from graphattn.ops.inputs import (
@@ -28,6 +27,7 @@ from graphattn.ops.inputs import (
 
 Sums = Callable[..., tuple[Tensor, Tensor | None]]
 Case = ConsensusCall | ConsensusKind
+Result = Tensor | tuple[Tensor, Tensor | None]  # u', or the sums of `only_sums`
 
 
 def _why_not_triton(call: Case) -> str | None:
@@ -45,7 +45,7 @@ def _is_on_gpu(call: Case) -> bool:
     return call.state.device.type == "cuda"
 
 
-def _run_triton(call: ConsensusCall) -> Tensor:
+def _run_triton(call: ConsensusCall) -> Result:
     """Run the kernels, which apply first layers themselves and read half precision as it is."""
     dtype = call.state.dtype
     layers: list[Any] = [in_dtype(x, dtype) for x in (call.target_hidden, call.source_hidden)]
@@ -56,39 +56,39 @@ def _run_triton(call: ConsensusCall) -> Tensor:
         return _step(call, call.state, (*layers, u, v), sums)
 
 
-def _run_native(call: ConsensusCall) -> Tensor:
+def _run_native(call: ConsensusCall) -> Result:
     """Run the C++ code, or one operator that calls it where torch must see an operator."""
     if is_watched(call.state):
         return _run(call, partial(operators.sums_over_edges, backend="native"))
     return _run(call, native.sums_over_edges, reads_halves=True)
 
 
-def _run_structured(call: ConsensusCall) -> Tensor:
+def _run_structured(call: ConsensusCall) -> Result:
     """Run operations of torch over chunks of edges, or one operator that does."""
     if is_watched(call.state):
         return _run(call, partial(operators.sums_over_edges, backend="structured"))
     return _run(call, structured.sums_over_edges)
 
 
-def _run_reference(call: ConsensusCall) -> Tensor:
+def _run_reference(call: ConsensusCall) -> Result:
     """Run the readable form, one message per edge."""
     note_uncounted("consensus_update with backend='reference'")
     dtype = compute_dtype(call.state.dtype)
     state = as_dtype(call.state, dtype)
     target_hidden, source_hidden, u, v = [as_dtype(x, dtype) for x in _of_tokens(call)]
+    tensors = target_hidden, source_hidden, call.network, call.graph
+    options: dict[str, Any] = {
+        "update": call.update,
+        "disagreement": (u, v),
+        "valid": call.valid,
+        "edge_hidden": call.edge_hidden,
+    }
     with full_precision(state.device):
-        return reference.consensus_update(
-            state,
-            target_hidden,
-            source_hidden,
-            call.network,
-            call.graph,
-            call.step_size,
-            update=call.update,
-            disagreement=(u, v),
-            valid=call.valid,
-            edge_hidden=call.edge_hidden,
-        )
+        if call.only_sums:
+            return reference.sums_over_edges(
+                *tensors, **options, with_degrees=call.step_size is None
+            )
+        return reference.consensus_update(state, *tensors, call.step_size, **options)
 
 
 def _of_tokens(call: ConsensusCall) -> tuple[Tensor, ...]:
@@ -101,7 +101,7 @@ def _of_tokens(call: ConsensusCall) -> tuple[Tensor, ...]:
     return *hidden, *call.disagreement
 
 
-def _run(call: ConsensusCall, sums: Sums, *, reads_halves: bool = False) -> Tensor:
+def _run(call: ConsensusCall, sums: Sums, *, reads_halves: bool = False) -> Result:
     """Compute a step from hidden vectors, in the compute dtype.
 
     If the code `reads_halves` and no gradients are needed, tensors of half precision are not
@@ -120,8 +120,8 @@ def _run(call: ConsensusCall, sums: Sums, *, reads_halves: bool = False) -> Tens
 
 def _step(
     call: ConsensusCall, state: Tensor, of_tokens: tuple[Tensor | FirstLayer, ...], sums: Sums
-) -> Tensor:
-    """Compute u' = u - step * g, from the sums g."""
+) -> Result:
+    """Compute u' = u - step * g, from the sums g; or only these."""
     batch = state.shape[:-3]
     entries = math.prod(batch)  # not batch.numel(), which makes a constant of a traced size
     tensors = [x if len(batch) == 1 else _flat(x, entries) for x in of_tokens]
@@ -134,11 +134,10 @@ def _step(
         degrees=call.step_size is None,
     )
     gradient = gradient if len(batch) == 1 else gradient.view(state.shape)
-    if call.step_size is None:
-        assert degree is not None
-        bound = bounds_of_degrees(degree.view(state.shape[:-1]), call.graph, call.update)
-        return automatic_move(state, gradient, bound)
-    return torch.addcmul(state, call.step_size[..., None], gradient, value=-1)
+    degree = None if degree is None else degree.view(state.shape[:-1])
+    if call.only_sums:
+        return gradient, degree
+    return moved(state, gradient, call.step_size, degree, call.graph, call.update)
 
 
 def _flat(x: Tensor | FirstLayer, entries: int) -> Tensor | FirstLayer:

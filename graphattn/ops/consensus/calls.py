@@ -56,6 +56,8 @@ class ConsensusCall(NamedTuple):
             are valid.
         edge_hidden: [E, G, xi] or [*, E, G, xi], or a first layer; or None. A backend gets it in
             the compute dtype.
+        only_sums: whether a backend returns the sums g [*, N, H, D] in place of u' (if the step is
+            automatic, with the degrees [*, N, H], otherwise with None).
     """
 
     state: Tensor
@@ -68,6 +70,7 @@ class ConsensusCall(NamedTuple):
     disagreement: tuple[Tensor, Tensor]
     valid: ValidPair
     edge_hidden: EdgeHidden
+    only_sums: bool = False
 
     @property
     def trunks(self) -> int:

@@ -17,7 +17,7 @@ from graphattn.ops.consensus.edge_network import (
     edge_matrix,
     form,
 )
-from graphattn.ops.consensus.step_size import automatic_bounds, automatic_move
+from graphattn.ops.consensus.step_size import automatic_move, bounds_of_degrees, degrees
 from graphattn.ops.inputs import ValidPair, clear_invalid, valid_edges
 from graphattn.ops.segments import segment_sum
 
@@ -54,6 +54,36 @@ def consensus_update(
     edge_hidden: EdgeHidden = None,
 ) -> Tensor:
     """Compute u' = u - step * g; `step_size` is broadcastable to [*, N, H], None if automatic."""
+    gradient, degree = sums_over_edges(
+        target_hidden,
+        source_hidden,
+        network,
+        graph,
+        update=update,
+        disagreement=disagreement,
+        valid=valid,
+        edge_hidden=edge_hidden,
+        with_degrees=step_size is None,
+    )
+    if degree is not None:
+        return automatic_move(state, gradient, bounds_of_degrees(degree, graph, update))
+    assert step_size is not None
+    return state - step_size[..., None] * gradient
+
+
+def sums_over_edges(
+    target_hidden: Tensor,
+    source_hidden: Tensor,
+    network: EdgeNetworkParameters,
+    graph: TokenGraph,
+    *,
+    update: str,
+    disagreement: tuple[Tensor, Tensor],
+    valid: ValidPair,
+    edge_hidden: EdgeHidden = None,
+    with_degrees: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """The sums g [*, N, H, D], and the degrees [*, N, H] if they are wanted."""
     source, target = graph.edge_index
     u, v = clear_invalid(disagreement[0], valid[0]), clear_invalid(disagreement[1], valid[1])
     R = edge_matrices(target_hidden, source_hidden, network, graph, valid, edge_hidden)
@@ -64,9 +94,9 @@ def consensus_update(
     gradient = segment_sum(message, target, graph.num_targets)
     if update == "energy":
         gradient = gradient.index_add(-3, source, message, alpha=-1)
-    if step_size is None:
-        strength = R.alpha + R.beta  # lambda_max(R) <= alpha + beta: Lambda's rows sum to norm 1
-        if keep is not None:
-            strength = strength.masked_fill(~keep, 0)
-        return automatic_move(state, gradient, automatic_bounds(strength, graph, update))
-    return state - step_size[..., None] * gradient
+    if not with_degrees:
+        return gradient, None
+    strength = R.alpha + R.beta  # lambda_max(R) <= alpha + beta: Lambda's rows sum to norm 1
+    if keep is not None:
+        strength = strength.masked_fill(~keep, 0)
+    return gradient, degrees(strength, graph, update)

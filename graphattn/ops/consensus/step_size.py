@@ -9,9 +9,14 @@ from graphattn.graphs.token_graph import TokenGraph
 
 
 def automatic_bounds(strength: Tensor, graph: TokenGraph, update: str) -> Tensor:
-    """The numbers whose reciprocals are the automatic step, [*, N, H].
+    """The numbers whose reciprocals are the automatic step, from those of :func:`degrees`."""
+    return bounds_of_degrees(degrees(strength, graph, update), graph, update)
 
-    `strength` has upper bounds on ||R|| per edge, [*, E, H].
+
+def degrees(strength: Tensor, graph: TokenGraph, update: str) -> Tensor:
+    """The sums d_i of upper bounds on ||R|| over the edges of every token, [*, N, H].
+
+    `strength` has these bounds per edge, [*, E, H].
 
     "energy": with d_i the sum of the bounds over the in- and out-edges of i,
     lambda_max(L_sym) <= max_i d_i (Gershgorin, blockwise: L_sym has diagonal blocks of norm
@@ -30,11 +35,11 @@ def automatic_bounds(strength: Tensor, graph: TokenGraph, update: str) -> Tensor
     degree = degree.index_add(-2, target, strength)
     if update == "energy":
         degree = degree.index_add(-2, source, strength)
-    return bounds_of_degrees(degree, graph, update)
+    return degree
 
 
 def bounds_of_degrees(degree: Tensor, graph: TokenGraph, update: str) -> Tensor:
-    """The numbers of :func:`automatic_bounds` from the degrees d_i, [*, N, H]."""
+    """The numbers whose reciprocals are the automatic step, from degrees d_i, [*, N, H]."""
     return 2 * graph.maximum_per_sequence(degree) if update == "energy" else degree
 
 
@@ -64,3 +69,26 @@ def automatic_move(state: Tensor, gradient: Tensor, bound: Tensor) -> Tensor:
     size = bound.detach()
     step = (bound / size).reciprocal().masked_fill(still, 0)
     return torch.addcmul(state, step[..., None], gradient / size[..., None], value=-1)
+
+
+def moved(
+    state: Tensor,
+    gradient: Tensor,
+    step: Tensor | None,
+    degree: Tensor | None,
+    graph: TokenGraph,
+    update: str,
+) -> Tensor:
+    """Compute u' = u - step * g, [*, N, H, D]; `step` is None if it is automatic.
+
+    Args:
+        state, gradient: u and g, [*, N, H, D].
+        step: broadcastable to [*, N, H], or None.
+        degree: [*, N, H], for the automatic step.
+        graph: the graph, whose sequences have an automatic step each under "energy".
+        update: "energy" or "target".
+    """
+    if step is not None:
+        return torch.addcmul(state, step[..., None], gradient, value=-1)
+    assert degree is not None
+    return automatic_move(state, gradient, bounds_of_degrees(degree, graph, update))
