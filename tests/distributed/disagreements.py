@@ -50,13 +50,16 @@ def an_argument_of_shard_is_wrong_on_one_rank(group: Any) -> str:
     return _error(lambda: ga.distributed.shard(graph, group, order=order))
 
 
-def a_call_differs(group: Any, exchange: Any, of_rank_1: dict[str, Any]) -> str:
+def a_call_differs(
+    group: Any, exchange: Any, of_rank_1: dict[str, Any], compiled: bool = False
+) -> str:
     """Return the error of a call in which rank 1 has something else; then equal calls go on.
 
     Args:
         group: the process group.
         exchange: how rows travel; "global" for a graph with a global token.
         of_rank_1: what is different there: "batch", "dtype", "valid", "layer" or "autocast".
+        compiled: whether rank 0 compiles the layer, for calls with and without gradients.
     """
     graph = ga.causal_window_graph(TOKENS, 3)
     if exchange == "global":
@@ -70,6 +73,12 @@ def a_call_differs(group: Any, exchange: Any, of_rank_1: dict[str, Any]) -> str:
     valid = torch.ones(shard.num_targets, dtype=torch.bool) if "valid" in made else None
     with torch.autocast("cpu", enabled="autocast" in made):
         message = _error(lambda: layer(x, shard, valid=valid))
+        if compiled:
+            torch._dynamo.reset()
+            run = torch.compile(layer, backend="aot_eager") if group.rank() == 0 else layer
+            with torch.no_grad():
+                assert _error(lambda: run(x, shard, valid=valid)) == message
+            message = _error(lambda: run(x, shard, valid=valid))
     _check_that_calls_go_on(shard)
     return message
 

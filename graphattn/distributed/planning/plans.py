@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from graphattn.distributed.layout import Layout
+from graphattn.distributed.planning.inside import runs_inside
 from graphattn.distributed.planning.needs import RunTable, edges_per_rank, remote_runs
 from graphattn.distributed.planning.plan_text import lines_of
 from graphattn.distributed.ring.states import StatePlan, plan_of_states
@@ -108,6 +109,34 @@ class CommunicationPlan:
         """Edges of the busiest rank, divided by the mean; 1 is perfect."""
         total = int(self.edges.sum())
         return int(self.edges.max()) * self.ranks / total if total else 1.0
+
+    @cached_property
+    def inside(self) -> RunTable:
+        """For every chunk of the targets, the longest run of targets that see no other rank.
+
+        Layers compute these first, while the rows of the others travel.
+        """
+        return runs_inside(self.graph, self.target_layout, self.source_layout)
+
+    @cached_property
+    def inside_targets(self) -> Tensor:
+        """How many targets of each rank are computed while rows travel, a LongTensor [ranks].
+
+        All are 0 if none are computed first: see :attr:`has_inside`.
+        """
+        if not self.has_inside:
+            return torch.zeros_like(self.own_rows)
+        return self.target_layout.per_rank(self.inside.stop - self.inside.start)
+
+    @cached_property
+    def has_inside(self) -> bool:
+        """Whether layers compute targets that see no other rank first, while rows travel."""
+        if self.exchange == "ring" or self.broadcast or self.moves == "both":
+            return False
+        if not self.received_rows.any():
+            return False
+        inside = self.inside.stop - self.inside.start
+        return 2 * int(inside.sum()) >= self.graph.num_targets
 
     def pairs(self, rank: int) -> list[tuple[int, list[Run]]]:
         """List what `rank` receives: senders in ascending order, each with its runs of sources.

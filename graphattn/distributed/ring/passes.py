@@ -3,6 +3,8 @@
 In round d, every rank gets rows from the rank d places before it, computes the part of the
 operation over them, and merges it with what it has. So it never stores the rows of more than two
 ranks. In the backward pass the rows travel again, and the gradients of its sources travel back.
+What a round needs travels while the round before it is computed, and gradients travel back while
+the round after it is.
 The table :data:`GRADIENTS` says how the gradients of a part are computed.
 """
 
@@ -149,6 +151,7 @@ class _OnRing(torch.autograd.Function):
         ]
         of_targets, of_sources, of_parameters = totals[:t], totals[t : t + s], totals[t + s :]
         arriving = rows_of_rounds(_exchanges(ctx.rounds), sources)
+        returning: tuple[RowExchange, Tensor] | None = None
         for (exchange, blocks), rows in zip(ctx.rounds, arriving, strict=True):
             d_rows, leaving = of_sources, None
             if exchange is not None:
@@ -167,8 +170,13 @@ class _OnRing(torch.autograd.Function):
                         total += gradient
                 del given, gradients  # before others are allocated
             rows.clear()
+            if returning is not None:
+                returning[0].add_returned(returning[1], of_sources)
+                returning = None
             if exchange is not None and leaving is not None:
-                exchange.add_returned(leaving, of_sources)
+                returning = exchange, exchange.send_back(leaving)
+        if returning is not None:
+            returning[0].add_returned(returning[1], of_sources)
         return None, None, None, *totals
 
 
