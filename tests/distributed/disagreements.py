@@ -10,7 +10,14 @@ from typing import Any
 import torch
 
 import graphattn as ga
-from graphattn.distributed.agreement import agree, graph_digest
+from graphattn.distributed.agreement import (
+    GAP,
+    OpenFacts,
+    agree,
+    agree_in_graph,
+    calling,
+    graph_digest,
+)
 
 TOKENS, DIM = 24, 8
 HANGS = 12.0  # seconds
@@ -81,6 +88,26 @@ def a_call_differs(
             message = _error(lambda: run(x, shard, valid=valid))
     _check_that_calls_go_on(shard)
     return message
+
+
+def calls_differ_in_a_compiled_function(group: Any) -> list[str]:
+    """Return the errors of the operator that compiled functions call before rows are sent."""
+    rows, shape = torch.zeros(3), OpenFacts(["x", f"float32 [{GAP}, tokens, {GAP}]"], [2, 8])
+    facts = OpenFacts([*shape.texts, "layer", "some"], [2, 8 + (group.rank() == 1)])
+    nothing = OpenFacts([], [])
+
+    def in_a_call() -> None:  # which was not compiled itself
+        with calling(group, facts.filled()):
+            agree_in_graph(rows, nothing, group)
+
+    calls = (
+        lambda: agree_in_graph(rows, facts, group),
+        in_a_call,
+        lambda: agree_in_graph(rows, shape, group),
+        lambda: agree_in_graph(rows, nothing, group),
+        lambda: agree_in_graph(rows, None, group),
+    )
+    return [_error(call) for call in calls]
 
 
 def gathered_tensors_differ(group: Any) -> str:

@@ -10,6 +10,8 @@ LARGE = "test_log_sums_too_large_for_float32_are_left_to_the_parts"
 SAME = f"{TESTS}::test_outputs_and_gradients_equal_those_of_one_process"
 COUNTS = f"{TESTS}::test_a_causal_window_of_256_sends_255_rows_over_every_border"
 OTHERS = "tests/distributed/test_combinations.py"
+OVERLAP = "tests/distributed/test_overlap.py"
+PLANS = "tests/distributed/test_plans.py"
 STATES = "tests/distributed/test_states.py"
 
 MUTATIONS = [
@@ -30,8 +32,8 @@ MUTATIONS = [
     Mutation(
         "gradients of rows do not travel",
         f"{HERE}/exchange.py",
-        "_exchanged(d_rows, ctx.sent",
-        "_exchanged(0 * d_rows, ctx.sent",
+        "_exchanged(d_rows, *back)",
+        "_exchanged(0 * d_rows, *back)",
         (f"{SAME}[window-4]",),
     ),
     Mutation(
@@ -152,5 +154,26 @@ MUTATIONS = [
         "        if self.states is None or self.widest_state(rope=rope) < D:",
         "        if self.states is None:",
         (f"{STATES}::test_states_are_sent_if_all_of_them_are_smaller_than_all_rows[False]",),
+    ),
+    Mutation(
+        "rows are waited for before anything is computed",
+        f"{HERE}/exchange.py",
+        "travelling.elem if isinstance",
+        "travelling.wait() if isinstance",
+        (f"{OVERLAP}::test_results_and_bytes_are_those_without_an_overlap",),
+    ),
+    Mutation(
+        "gradients on a ring are waited for at once",
+        f"{HERE}/ring/passes.py",
+        "                returning = exchange, exchange.send_back(leaving)",
+        "                exchange.add_returned(exchange.send_back(leaving), of_sources)",
+        (f"{OVERLAP}::test_results_and_bytes_are_those_without_an_overlap",),
+    ),
+    Mutation(
+        "the first run of targets that see no other rank is taken, not the longest",
+        f"{HERE}/planning/inside.py",
+        "    order = (stop - start).argsort(stable=True)",
+        "    order = torch.arange(len(start)).flip(0)",
+        (f"{PLANS}::test_targets_inside_are_the_longest_runs_that_see_no_other_rank[edges-False]",),
     ),
 ]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from graphattn.distributed.exchange import head_token_dim
+from graphattn.distributed.planning.plans import WORTH_HIDING
 from graphattn.distributed.ring.operations import LinearParts, SoftmaxParts, TopKParts
 from graphattn.distributed.ring.passes import best_on_ring, on_ring
 from graphattn.distributed.ring.states import linear_with_states
@@ -23,8 +24,6 @@ from graphattn.ops.inputs import ValidPair, clear_invalid
 from graphattn.ops.linear_attention.api import average, linear_attention_sums
 from graphattn.ops.segments import even_sigmoid
 
-# Bytes to the busiest rank: 0.8 ms at 10 Gbit/s. Two operations in place of one take about as much.
-WORTH_HIDING = 1 << 20
 INSTEAD = "make the shard with exchange='rows'"
 
 
@@ -71,13 +70,13 @@ def may_go_inside_first(
     Values and weights of edges are in the order of all edges of a rank. torch.compile computes
     nothing while it waits for rows.
     """
-    if torch.compiler.is_compiling() or not shard.has_inside or weights or of_edges:
+    if torch.compiler.is_compiling() or weights or of_edges:
         return False
     if overridden(layer, ("mix", "fused", "fetch")):
         return False
-    _, sources = layer.sides(projected)
-    row = sum(x.numel() // x.shape[-3] * x.itemsize for x in {id(x): x for x in sources}.values())
-    return row * shard.most_received >= WORTH_HIDING
+    sources = {id(x): x for x in layer.sides(projected)[1]}.values()
+    row = sum(math.prod((*x.shape[:-3], *x.shape[-2:])) * x.itemsize for x in sources)
+    return row * shard.most_received >= WORTH_HIDING and shard.has_inside
 
 
 def inside_first(layer: Any, projected: Any, shard: ShardedGraph, valid: ValidPair) -> Tensor:
