@@ -123,13 +123,13 @@ _CALLS: WeakKeyDictionary[Any, Facts] = WeakKeyDictionary()
 
 
 @contextmanager
-def calling(group: Any, facts: Facts) -> Iterator[None]:
+def calling(group: Any, facts: OpenFacts) -> Iterator[None]:
     """Return a context for a call of a layer, in which all ranks agree before something travels.
 
     The first exchange of rows calls :func:`agree_on_call`. If this rank raises an error before
     that, the others, which wait there, raise :class:`RankFailure`.
     """
-    _CALLS[group] = facts
+    _CALLS[group] = facts.filled()
     try:
         yield
     except Exception as error:

@@ -522,7 +522,7 @@ class ShardedGraph:
             weights = given.get("return_attention_weights", False) is not False
             has_bias = given.get("edge_bias") is not None
             facts.texts.extend(["edge_bias or weights", str(weights or has_bias)])
-        return tracing(facts) if traced else calling(self.group, facts.filled())
+        return tracing(facts) if traced else calling(self.group, facts)
 
     @cached_property
     def _has_border(self) -> bool:

@@ -97,7 +97,7 @@ def calls_differ_in_a_compiled_function(group: Any) -> list[str]:
     nothing = OpenFacts([], [])
 
     def in_a_call() -> None:  # which was not compiled itself
-        with calling(group, facts.filled()):
+        with calling(group, facts):
             agree_in_graph(rows, nothing, group)
 
     calls = (
