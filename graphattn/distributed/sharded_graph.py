@@ -218,11 +218,10 @@ class ShardedGraph:
             outside += [range(run.start, first), range(last, run.stop)]
             lengths += [first - run.start, last - first, run.stop - last]
         runs = [[*self._targets.runs(rank)] for rank in range(self.ranks)]
-        parts = []
-        for own, others in ((inside, [[]] * self.ranks), (outside, runs)):
-            of_ranks = [*others[: self.rank], own, *others[self.rank + 1 :]]
-            parts.append(self._part([[run for run in part if run] for part in of_ranks]))
-        return InsideFirst(*parts, tuple(lengths))
+        runs[self.rank] = [run for run in outside if run]
+        nothing: list[list[range]] = [[] for _ in runs]
+        nothing[self.rank] = [run for run in inside if run]
+        return InsideFirst(self._part(nothing), self._part(runs), tuple(lengths))
 
     @cached_property
     @made_for_training

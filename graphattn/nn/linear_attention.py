@@ -171,7 +171,8 @@ class LinearAttention(StreamingLayer):
         return (query, turned_query), (key, value, turned_key)
 
     def from_sides(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> tuple[Any, ...]:
-        return (Features(targets[0], *sources[:2], targets[1], sources[2]),)
+        (query, turned_query), (key, value, turned_key) = targets, sources
+        return (Features(query, key, value, turned_query, turned_key),)
 
     def fetch(
         self, shard: ShardedGraph, projected: Any, valid: ValidPair, of_edges: dict[str, Tensor]

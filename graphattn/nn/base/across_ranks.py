@@ -100,7 +100,8 @@ def inside_first(layer: Any, projected: Any, shard: ShardedGraph, valid: ValidPa
             [rows[id(x)][number] for x in targets], [seen[id(x)] for x in sources]
         )
         averages.append(layer.mix(*arguments, graph, (masks[number], seen.get(id(of_sources)))))
-    return split.merge(*averages, -3)
+    inside, outside = averages
+    return split.merge(inside, outside, -3)
 
 
 def attention_on_ring(
