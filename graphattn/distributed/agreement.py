@@ -103,8 +103,15 @@ def facts_of_call(
     return facts
 
 
+def described(x: Any, dim: int) -> str:
+    """Return the dtype and shape of an argument, whose dimension `dim` < 0 counts the tokens."""
+    facts = OpenFacts([], [])
+    describe(facts, "x", x, dim)
+    return facts.filled()["x"]
+
+
 def describe(facts: OpenFacts, name: str, x: Any, dim: int) -> None:
-    """Add the dtype and shape of an argument, whose dimension `dim` < 0 counts the tokens."""
+    """Add to facts what :func:`described` returns."""
     if not isinstance(x, Tensor):
         facts.texts.extend([name, "None" if x is None else type(x).__name__])
         return
@@ -123,13 +130,13 @@ _CALLS: WeakKeyDictionary[Any, Facts] = WeakKeyDictionary()
 
 
 @contextmanager
-def calling(group: Any, facts: OpenFacts) -> Iterator[None]:
+def calling(group: Any, facts: Facts) -> Iterator[None]:
     """Return a context for a call of a layer, in which all ranks agree before something travels.
 
     The first exchange of rows calls :func:`agree_on_call`. If this rank raises an error before
     that, the others, which wait there, raise :class:`RankFailure`.
     """
-    _CALLS[group] = facts.filled()
+    _CALLS[group] = facts
     try:
         yield
     except Exception as error:

@@ -16,6 +16,7 @@ from graphattn.distributed.agreement import (
     agree,
     calling,
     describe,
+    described,
     facts_of_call,
     graph_digest,
     is_equal_on_all_ranks,
@@ -354,10 +355,12 @@ class ShardedGraph:
             )
         if self.ranks == 1:
             return tensor
+        from_end = along % tensor.dim() - tensor.dim()
         facts = OpenFacts([], [])
-        describe(facts, "tensor to gather", tensor, along % tensor.dim() - tensor.dim())
-        if not torch.compiler.is_compiling():
-            agree(self.group, facts.filled())
+        if torch.compiler.is_compiling():
+            describe(facts, "tensor to gather", tensor, from_end)
+        else:
+            agree(self.group, {"tensor to gather": described(tensor, from_end)})
         return gathered(tensor, along % tensor.dim(), layout, self.rank, self.group, facts)
 
     def _runs(self, of: str) -> list[range]:
@@ -521,7 +524,7 @@ class ShardedGraph:
             weights = given.get("return_attention_weights", False) is not False
             has_bias = given.get("edge_bias") is not None
             facts.texts.extend(["edge_bias or weights", str(weights or has_bias)])
-        return tracing(facts) if traced else calling(self.group, facts)
+        return tracing(facts) if traced else calling(self.group, facts.filled())
 
     @cached_property
     def _has_border(self) -> bool:

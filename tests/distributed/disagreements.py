@@ -97,7 +97,7 @@ def calls_differ_in_a_compiled_function(group: Any) -> list[str]:
     nothing = OpenFacts([], [])
 
     def in_a_call() -> None:  # which was not compiled itself
-        with calling(group, facts):
+        with calling(group, facts.filled()):
             agree_in_graph(rows, nothing, group)
 
     calls = (
@@ -110,10 +110,15 @@ def calls_differ_in_a_compiled_function(group: Any) -> list[str]:
     return [_error(call) for call in calls]
 
 
-def gathered_tensors_differ(group: Any) -> str:
+def gathered_tensors_differ(group: Any, compiled: bool = False) -> str:
     shard = ga.distributed.shard(ga.causal_window_graph(TOKENS, 3), group)
     width = 4 if shard.rank == 1 else 3
-    message = _error(lambda: shard.gather(torch.ones(2, shard.num_targets, width)))
+    gather = shard.gather
+    if compiled:
+        torch._dynamo.reset()
+        gather = torch.compile(gather, backend="aot_eager", fullgraph=True)
+        assert gather(torch.ones(2, shard.num_targets, 5)).shape == (2, TOKENS, 5)
+    message = _error(lambda: gather(torch.ones(2, shard.num_targets, width)))
     _check_that_calls_go_on(shard)
     return message
 

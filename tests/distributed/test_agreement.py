@@ -92,8 +92,9 @@ def test_the_operator_of_compiled_calls_compares_them(ranks: Ranks) -> None:
         assert others == [""] * 3
 
 
-def test_gathered_tensors_that_differ_are_named(ranks: Ranks) -> None:
-    for error in ranks.run(cases.gathered_tensors_differ, 3):
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_gathered_tensors_that_differ_are_named(ranks: Ranks, compiled: bool) -> None:
+    for error in ranks.run(cases.gathered_tensors_differ, 3, compiled=compiled):
         assert "tensor to gather must be equal on all ranks" in error
         assert "float32 [2, tokens, 4] on rank 1" in error
 

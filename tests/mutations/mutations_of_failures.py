@@ -36,6 +36,13 @@ MUTATIONS = [
         (SAME,),
     ),
     Mutation(
+        "compiled functions do not compare their calls",
+        f"{HERE}/agreement.py",
+        "        _agree_on(rows, facts.texts, facts.sizes, group.group_name)",
+        "        pass",
+        (f"{TESTS}::test_the_operator_of_compiled_calls_compares_them",),
+    ),
+    Mutation(
         "only the largest hashes of ranks are compared",
         f"{HERE}/agreement.py",
         "return int(largest.sum()) == 0",
