@@ -20,6 +20,7 @@ from graphattn.distributed.exchange import RowExchange, in_places_of, rows_of_ro
 from graphattn.distributed.ring.operations import Given, RingOperation, Tensors
 from graphattn.distributed.ring.rounds import RingBlock, RingRound
 from graphattn.distributed.seen import Run
+from graphattn.late_imports import not_compiled
 from graphattn.ops.attention.candidates import Candidates, candidates_by_score, merge_top_k
 from graphattn.ops.attention.logits.score import Score
 from graphattn.ops.attention.part_gradients import Pairs
@@ -68,9 +69,17 @@ def on_ring(
     `parameters` are all other tensors that the operation differentiates, such as bandwidths.
     """
     counts = len(targets), len(sources)
-    results: Tensors = _OnRing.apply(
-        operation, rounds, counts, *targets, *sources, *(x for x in parameters if x.requires_grad)
-    )
+    needed = [x for x in parameters if x.requires_grad]
+    traced = torch.compiler.is_compiling() and torch.is_grad_enabled()
+    apply = _applied if traced else _OnRing.apply
+    results: Tensors = apply(operation, rounds, counts, *targets, *sources, *needed)
+    return results
+
+
+@not_compiled("the backward pass of a ring cannot be traced")
+def _applied(*given: Any) -> Tensors:
+    """Run a ring without the compiler, which would notice late that it cannot trace it."""
+    results: Tensors = _OnRing.apply(*given)
     return results
 
 
