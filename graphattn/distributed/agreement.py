@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,6 +25,7 @@ from graphattn.graphs.edges.storage import StoredGraph
 
 HASHED_AT_ONCE = 1 << 22  # numbers of a tensor
 LONGEST = 100  # letters of a value in a message
+GAP = "<size>"  # in a text
 
 # What a rank is about to do, as texts by name: "x" -> "float32 [2, tokens, 8]".
 Facts = Mapping[str, str]
@@ -57,39 +58,70 @@ def graph_digest(graph: StoredGraph) -> str:
     return digest.hexdigest()
 
 
+class OpenFacts(NamedTuple):
+    """Facts whose texts have gaps for sizes, which torch.compile may not know while it traces.
+
+    Attributes:
+        texts: a name and a text, and so on.
+        sizes: the numbers for all gaps, in their order.
+    """
+
+    texts: list[str]
+    sizes: list[int]
+
+    def filled(self) -> dict[str, str]:
+        """Return the facts with all sizes."""
+        sizes, names, texts = iter(self.sizes), self.texts[::2], self.texts[1::2]
+        whole = [text.split(GAP) for text in texts]
+        filled = [first + "".join(f"{next(sizes)}{x}" for x in rest) for first, *rest in whole]
+        return dict(zip(names, filled, strict=True))
+
+
 def facts_of_call(
     layer: str, exchanged: Sequence[str], given: Mapping[str, Any], *, both: bool
-) -> dict[str, str]:
+) -> OpenFacts:
     """Return what must be equal on all ranks in a call of a layer.
 
     `exchanged` names the arguments whose rows travel. Masks and positions are those of sources, and
     those of targets, too, if `both`.
     """
-    facts = {"layer": layer}
+    facts = OpenFacts(["layer", layer], [])
     for name in exchanged:
         x = given.get(name)
         if name not in ("valid", "positions"):
-            facts[name] = described(x, -2)
+            describe(facts, name, x, -2)
             continue
         of_targets, of_sources = x if isinstance(x, tuple | list) and len(x) == 2 else (x, x)
-        facts[f"{name} of sources"] = described(of_sources, -1)
+        describe(facts, f"{name} of sources", of_sources, -1)
         if both:
-            facts[f"{name} of targets"] = described(of_targets, -1)
+            describe(facts, f"{name} of targets", of_targets, -1)
     x = given.get("x")
     device = x.device.type if isinstance(x, Tensor) else "cpu"
     if torch.is_autocast_enabled(device):
-        facts["autocast"] = str(torch.get_autocast_dtype(device)).removeprefix("torch.")
+        dtype = str(torch.get_autocast_dtype(device)).removeprefix("torch.")
+        facts.texts.extend(["autocast", dtype])
     return facts
 
 
 def described(x: Any, dim: int) -> str:
     """Return the dtype and shape of an argument, whose dimension `dim` < 0 counts the tokens."""
+    facts = OpenFacts([], [])
+    describe(facts, "x", x, dim)
+    return facts.filled()["x"]
+
+
+def describe(facts: OpenFacts, name: str, x: Any, dim: int) -> None:
+    """Add to facts what :func:`described` returns."""
     if not isinstance(x, Tensor):
-        return "None" if x is None else type(x).__name__
-    sizes = [str(size) for size in x.shape]
+        facts.texts.extend([name, "None" if x is None else type(x).__name__])
+        return
+    sizes = [GAP] * x.dim()
+    numbers = list(x.shape)
     if x.dim() >= -dim:
         sizes[dim] = "tokens"
-    return f"{str(x.dtype).removeprefix('torch.')} [{', '.join(sizes)}]"
+        del numbers[dim]
+    facts.sizes.extend(numbers)
+    facts.texts.extend([name, f"{str(x.dtype).removeprefix('torch.')} [{', '.join(sizes)}]"])
 
 
 _CPU_GROUPS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
@@ -117,13 +149,70 @@ def calling(group: Any, facts: Facts) -> Iterator[None]:
 def agree_on_call(group: Any, error: Exception | None = None) -> None:
     """Agree on the call that all ranks are in, unless they have agreed on it already.
 
-    It does nothing while torch.compile traces: compiled calls are not compared.
+    It does nothing while torch.compile traces, which :func:`agree_in_graph` is for.
     """
     if torch.compiler.is_compiling():
         return
     facts = _CALLS.pop(group, None)
     if facts is not None:
         agree(group, facts, error)
+
+
+# The calls that torch.compile is tracing, each a list of its facts until its first exchange.
+_TRACED: list[list[OpenFacts]] = []
+
+
+@contextmanager
+def tracing(facts: OpenFacts) -> Iterator[None]:
+    """Return a context for a call of a layer while torch.compile traces it.
+
+    If the compiler gives up within the context, the call runs again under :func:`calling`.
+    """
+    _TRACED.append([facts])
+    try:
+        yield
+    finally:
+        _TRACED.pop()
+
+
+def facts_in_graph() -> OpenFacts | None:
+    """Return the facts on which ranks have to agree at an exchange that torch.compile traces.
+
+    None if they have agreed. The facts are empty if the call of the layer itself was not traced,
+    but runs under :func:`calling`.
+    """
+    if not _TRACED:
+        return OpenFacts([], [])
+    return _TRACED[-1].pop() if _TRACED[-1] else None
+
+
+def agree_in_graph(rows: Tensor, facts: OpenFacts | None, group: Any) -> None:
+    """Agree on a call in a compiled function, before some rows are sent.
+
+    It is an operator that is said to change the rows, so that it comes before their exchange.
+    """
+    if facts is not None:
+        _agree_on(rows, facts.texts, facts.sizes, group.group_name)
+
+
+@torch.library.custom_op(
+    "graphattn::agree",
+    mutates_args=("rows",),
+    schema="(Tensor(a!) rows, str[] texts, SymInt[] sizes, str group_name) -> ()",
+)
+def _agree_on(rows: Tensor, texts: list[str], sizes: list[int], group_name: str) -> None:
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    group = _resolve_process_group(group_name)  # type: ignore[arg-type]  # a str in torch 2.11
+    if texts:
+        agree(group, OpenFacts(texts, sizes).filled())
+    else:
+        agree_on_call(group)
+
+
+@_agree_on.register_fake
+def _(rows: Tensor, texts: list[str], sizes: list[int], group_name: str) -> None:
+    pass
 
 
 def agree(group: Any, facts: Facts, error: Exception | None = None) -> None:

@@ -1,8 +1,10 @@
 """Exchanges between ranks: of keys and values, or whatever rows a layer reads of sources.
 
 All rows travel in one all-to-all before the layer's operation, and their gradients in one after
-it; on a ring, in one for every round. These and the other collectives at the end of this file are
-functional ones, which torch.compile traces.
+it; on a ring, in one for every round. What is computed between :meth:`RowExchange.start` and
+:meth:`RowExchange.finish` is computed while rows travel, and its backward pass while gradients do.
+These and the other collectives at the end of this file are functional ones, which torch.compile
+traces.
 """
 
 from __future__ import annotations
@@ -10,12 +12,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from graphattn.distributed.agreement import agree_on_call
+from graphattn.distributed.agreement import OpenFacts, agree_in_graph, agree_on_call, facts_in_graph
 from graphattn.distributed.layout import Layout
 
 
@@ -71,20 +73,27 @@ class RowExchange:
             dims: the dimension of every tensor that counts the tokens, from the end: -2 for
                 [*, N, dim], -3 for [*, N, heads, D], -1 for masks [*, N].
         """
+        started = self.start(tensors, dims) if self.total else []
+        return self.context(started, tensors, dims)
+
+    def context(
+        self, started: Sequence[Travelling], tensors: Sequence[Tensor], dims: Sequence[int]
+    ) -> list[Tensor]:
+        """Return the context of tensors whose rows have been sent by :meth:`start`."""
         kept = [self._kept_rows(x, dim) for x, dim in zip(tensors, dims, strict=True)]
         if self.total == 0 and self.place is None:
             return kept
         if self.total == 0:  # a rank that owns two runs of tokens may see its own tokens twice
             arrived = [x.narrow(dim, 0, 0) for x, dim in zip(tensors, dims, strict=True)]
         else:
-            arrived = self.finish(self.start(tensors, dims), tensors, dims)
+            arrived = self.finish(started, tensors, dims)
         return [self._merged(*rows) for rows in zip(arrived, kept, dims, strict=True)]
 
-    def start(self, tensors: Sequence[Tensor], dims: Sequence[int]) -> list[Tensor]:
-        """Send this rank's rows, and return buffers that :meth:`finish` waits for."""
+    def start(self, tensors: Sequence[Tensor], dims: Sequence[int]) -> list[Travelling]:
+        """Send this rank's rows, and return what :meth:`finish` waits for."""
         if self.total:
             agree_on_call(self.group)
-        buffers = []
+        started = []
         for numbers in _in_one_buffer(tensors):
             given = [(tensors[i], dims[i]) for i in numbers]
             dtype = _common_dtype([x for x, _ in given])
@@ -92,17 +101,17 @@ class RowExchange:
             leaving = torch.cat(
                 [_as_rows(x.index_select(dim, self.send), dim).to(dtype) for x, dim in given], dim=1
             )
-            buffers.append(self._all_to_all(leaving, self.received, self.sent))
-        return buffers
+            started.append(self._sent(leaving))
+        return started
 
     def finish(
-        self, buffers: Sequence[Tensor], tensors: Sequence[Tensor], dims: Sequence[int]
+        self, started: Sequence[Travelling], tensors: Sequence[Tensor], dims: Sequence[int]
     ) -> list[Tensor]:
         """Return the rows that arrive of every tensor, in the order of their tokens."""
         arrived: dict[int, Tensor] = {}
-        for numbers, rows in zip(_in_one_buffer(tensors), buffers, strict=True):
+        for numbers, travelling in zip(_in_one_buffer(tensors), started, strict=True):
             like, along = [tensors[i] for i in numbers], [dims[i] for i in numbers]
-            for i, part in zip(numbers, _parts(_waited(rows), like, along), strict=True):
+            for i, part in zip(numbers, _parts(_arrived(travelling), like, along), strict=True):
                 arrived[i] = part.to(tensors[i].dtype)
         return [arrived[i] for i in range(len(tensors))]
 
@@ -120,14 +129,19 @@ class RowExchange:
         buffer = wanted[0].new_zeros((sum(self.received), width), dtype=_common_dtype(wanted))
         return in_places_of(totals, _parts(buffer, wanted, dims)), buffer
 
-    def add_returned(self, buffer: Tensor, totals: Sequence[Any]) -> None:
+    def send_back(self, buffer: Tensor) -> Tensor:
         """Send a buffer of :meth:`room_for_gradients` to the owners of its rows.
 
-        The gradients that other ranks send here are added to `totals`.
+        :meth:`add_returned` waits for the result.
         """
+        if self.total == 0:
+            return buffer
+        return _exchanged(buffer, self.sent, self.received, self.group)
+
+    def add_returned(self, returned: Tensor, totals: Sequence[Any]) -> None:
+        """Add the gradients that other ranks have sent back to `totals`."""
         wanted = [x for x in totals if x is not None]
-        arrived = _waited(self._all_to_all(buffer, self.sent, self.received))
-        parts = _parts(arrived, wanted, [-3] * len(wanted))
+        parts = _parts(_waited(returned), wanted, [-3] * len(wanted))
         for total, gradient in zip(wanted, parts, strict=True):
             total.index_add_(-3, self.send, gradient.to(total.dtype))
 
@@ -138,15 +152,17 @@ class RowExchange:
             return x
         return x.narrow(dim, self.kept.start, self.kept.stop - self.kept.start)
 
-    def _all_to_all(self, rows: Tensor, received: tuple[int, ...], sent: tuple[int, ...]) -> Tensor:
+    def _sent(self, rows: Tensor) -> Travelling:
         if self.total == 0:
-            return rows
-        result: Tensor
-        if rows.requires_grad and torch.is_grad_enabled():
-            result = _Exchanged.apply(rows, received, sent, self.group)
-        else:
-            result = _exchanged(rows, received, sent, self.group)
-        return result
+            return Travelling(rows)
+        facts = facts_in_graph() if torch.compiler.is_compiling() else None
+        if not (rows.requires_grad and torch.is_grad_enabled()):
+            agree_in_graph(rows, facts, self.group)
+            return Travelling(_exchanged(rows, self.received, self.sent, self.group))
+        if torch.compiler.is_compiling():
+            return Travelling(_Exchanged.apply(rows, self.received, self.sent, self.group, facts))
+        trip = Trip(self.received, self.sent, self.group)
+        return Travelling(_Departed.apply(rows, trip), trip)
 
     def _merged(self, others: Tensor, kept: Tensor, dim: int) -> Tensor:
         if self.place is not None:
@@ -174,19 +190,109 @@ def _exchanged(
     return result
 
 
+@dataclass(eq=False)
+class Trip:
+    """Where rows that need a gradient go.
+
+    Attributes:
+        received, sent: how many rows come from each rank, and go to it.
+        group: the process group.
+        returned: the gradients of the rows that were sent, which may be on their way still.
+    """
+
+    received: tuple[int, ...]
+    sent: tuple[int, ...]
+    group: Any
+    returned: Tensor | None = None
+
+
+class Travelling(NamedTuple):
+    """Rows that arrive later; with a trip if their gradients travel back while others are computed.
+
+    Until then `rows` must not be read.
+    """
+
+    rows: Tensor
+    trip: Trip | None = None
+
+
+class _Departed(torch.autograd.Function):
+    """Sends rows. Its backward pass waits for their gradients, which :class:`_Arrived` sends."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, trip: Trip) -> Tensor:
+        from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+        ctx.trip = trip
+        travelling = _exchanged(rows, trip.received, trip.sent, trip.group)
+        # A plain tensor, because it is the input of another function.
+        return travelling.elem if isinstance(travelling, AsyncCollectiveTensor) else travelling
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        returned, ctx.trip.returned = ctx.trip.returned, None
+        return _waited(returned), None
+
+
+class _Arrived(torch.autograd.Function):
+    """Waits for rows. Its backward pass sends their gradients, and does not wait.
+
+    autograd computes what was called last first: so the gradients travel while those of whatever
+    was computed between both functions are computed.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, trip: Trip) -> Tensor:
+        from torch.distributed import _functional_collectives as functional
+
+        ctx.trip = trip
+        arrived: Tensor = functional.wait_tensor(rows)
+        return arrived.view_as(arrived)
+
+    @staticmethod
+    def backward(ctx: Any, d_rows: Tensor) -> tuple[Tensor | None, ...]:
+        back = ctx.trip.sent, ctx.trip.received, ctx.trip.group
+        if torch.is_grad_enabled():  # with create_graph=True
+            ctx.trip.returned = _Exchanged.apply(d_rows, *back, None)
+        else:
+            ctx.trip.returned = _exchanged(d_rows, *back)
+        # There is one gradient per row that arrived; those that are returned have another shape.
+        return d_rows.new_zeros(()).expand_as(d_rows), None
+
+
+def _arrived(travelling: Travelling) -> Tensor:
+    """Return rows when they are there."""
+    if travelling.trip is None:
+        return _waited(travelling.rows)
+    rows: Tensor = _Arrived.apply(*travelling)
+    return rows
+
+
 class _Exchanged(torch.autograd.Function):
-    """An exchange of rows, whose gradients travel back."""
+    """An exchange of rows, whose gradients travel back; nothing else is computed meanwhile.
+
+    torch.compile traces it, and it can be differentiated twice.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, received: tuple[int, ...], sent: tuple[int, ...], group: Any
+        ctx: Any,
+        rows: Tensor,
+        received: tuple[int, ...],
+        sent: tuple[int, ...],
+        group: Any,
+        facts: OpenFacts | None,
     ) -> Tensor:
         ctx.received, ctx.sent, ctx.group = received, sent, group
+        if facts is not None:
+            rows = rows.clone()  # an input must not be changed
+            agree_in_graph(rows, facts, group)
         return _waited(_exchanged(rows, received, sent, group))
 
     @staticmethod
     def backward(ctx: Any, d_rows: Tensor) -> tuple[Tensor | None, ...]:
-        return _waited(_exchanged(d_rows, ctx.sent, ctx.received, ctx.group)), None, None, None
+        d_sent = _waited(_exchanged(d_rows, ctx.sent, ctx.received, ctx.group))
+        return d_sent, None, None, None, None
 
 
 def _waited(x: Tensor) -> Tensor:
@@ -257,7 +363,7 @@ def rows_of_rounds(
     """
     there = [x for x in sources if x is not None]
     dims = [head_token_dim(x) for x in there]
-    on_their_way: list[Tensor] = []
+    on_their_way: list[Travelling] = []
     for number, exchange in enumerate(exchanges):
         rows = there if exchange is None else exchange.finish(on_their_way, there, dims)
         rows = in_places_of(sources, rows)
@@ -313,23 +419,30 @@ def _functional(name: str, older_name: str) -> Callable[..., Any]:
     return collective
 
 
-def gathered(x: Tensor, dim: int, layout: Layout, rank: int, group: Any) -> Tensor:
+def gathered(
+    x: Tensor, dim: int, layout: Layout, rank: int, group: Any, facts: OpenFacts
+) -> Tensor:
     """Return the tensor of all tokens, whose dimension `dim` counts them, from those of all ranks.
 
-    In the backward pass, every rank takes the gradient of its own tokens.
+    In the backward pass, every rank takes the gradient of its own tokens. If torch.compile traces,
+    the ranks compare `facts` when the compiled function runs.
     """
-    result: Tensor = _Gathered.apply(x, dim, layout, rank, group)
+    result: Tensor = _Gathered.apply(x, dim, layout, rank, group, facts)
     return result
 
 
 class _Gathered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, layout: Layout, rank: int, group: Any) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, dim: int, layout: Layout, rank: int, group: Any, facts: OpenFacts
+    ) -> Tensor:
         ctx.dim, ctx.runs = dim, layout.runs(rank)
         sizes = layout.sizes()
         first = x.movedim(dim, 0)
         padded = first.new_zeros((max(sizes), *first.shape[1:]))
         padded[: sizes[rank]] = first
+        if torch.compiler.is_compiling():
+            agree_in_graph(padded, facts, group)
         gather = _functional("all_gather_single", "all_gather_tensor")
         arrived = gather(padded, 0, group).chunk(layout.ranks)
         whole = padded.new_empty((layout.num_tokens, *first.shape[1:]))
@@ -343,4 +456,4 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_whole: Tensor) -> tuple[Tensor | None, ...]:
         rows = [d_whole.narrow(ctx.dim, run.start, len(run)) for run in ctx.runs]
-        return torch.cat(rows, dim=ctx.dim), None, None, None, None
+        return torch.cat(rows, dim=ctx.dim), None, None, None, None, None

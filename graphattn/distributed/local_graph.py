@@ -66,6 +66,36 @@ class LocalPart(NamedTuple):
     context: Tensor
 
 
+class InsideFirst(NamedTuple):
+    """The targets of one rank in two parts.
+
+    Attributes:
+        inside: targets that see no other rank; nothing travels for them.
+        outside: the others, and the exchange of their sources.
+        lengths: the targets of the rank are so many of `outside`, of `inside` and of `outside`, and
+            so on for a second run.
+    """
+
+    inside: LocalPart
+    outside: LocalPart
+    lengths: tuple[int, ...]
+
+    def split(self, x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+        """Return the rows of `inside` and of `outside`."""
+        pieces = x.split(self.lengths, dim=dim)
+        outside = [piece for i, piece in enumerate(pieces) if i % 3 != 1]
+        inside = pieces[1::3]
+        return torch.cat(inside, dim) if len(inside) > 1 else inside[0], torch.cat(outside, dim)
+
+    def merge(self, inside: Tensor, outside: Tensor, dim: int) -> Tensor:
+        """Return the rows of the rank, from those that :meth:`split` gives."""
+        of_inside = self.lengths[1::3]
+        of_outside = [length for i, length in enumerate(self.lengths) if i % 3 != 1]
+        inner, outer = iter(inside.split(of_inside, dim)), iter(outside.split(of_outside, dim))
+        order = (next(inner if i % 3 == 1 else outer) for i in range(len(self.lengths)))
+        return torch.cat([*order], dim)
+
+
 class EdgeExchange(NamedTuple):
     """The exchange of values of edges between two ranks, for layers that move both ends.
 

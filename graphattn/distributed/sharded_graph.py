@@ -12,18 +12,22 @@ import torch
 from torch import Tensor
 
 from graphattn.distributed.agreement import (
+    OpenFacts,
     agree,
     agree_on_call,
     calling,
+    describe,
     described,
     facts_of_call,
     graph_digest,
     is_equal_on_all_ranks,
+    tracing,
 )
 from graphattn.distributed.exchange import RowExchange, gathered, maximum_over_ranks
 from graphattn.distributed.layout import Layout
 from graphattn.distributed.local_graph import (
     EdgeExchange,
+    InsideFirst,
     LocalGraph,
     LocalPart,
     among_context,
@@ -210,6 +214,41 @@ class ShardedGraph:
             owned=place,
             place=torch.cat([rows, of_globals]).argsort().to(device),
         )
+
+    @cached_property
+    @made_for_training
+    def inside_first(self) -> InsideFirst:
+        """The graph of this rank's targets in two parts, if :attr:`has_inside`.
+
+        Those that see no other rank are computed while the sources of the others travel.
+        """
+        inside: list[range] = []
+        outside: list[range] = []
+        lengths: list[int] = []
+        start, stop = self.plan.inside[1:]
+        for run in self._targets.runs(self.rank):
+            chunk = int(self._targets.chunk_of(torch.tensor(run.start)))
+            first, last = int(start[chunk]), int(stop[chunk])
+            inside.append(range(first, last))
+            outside += [range(run.start, first), range(last, run.stop)]
+            lengths += [first - run.start, last - first, run.stop - last]
+        runs = [[*self._targets.runs(rank)] for rank in range(self.ranks)]
+        runs[self.rank] = [run for run in outside if run]
+        nothing: list[list[range]] = [[] for _ in runs]
+        nothing[self.rank] = [run for run in inside if run]
+        return InsideFirst(self._part(nothing), self._part(runs), tuple(lengths))
+
+    @cached_property
+    @made_for_training
+    def has_inside(self) -> bool:
+        """Whether :attr:`inside_first` is worth it, as the plan says; equal on all ranks."""
+        return self.group is not None and self.plan.has_inside
+
+    @cached_property
+    @made_for_training
+    def most_received(self) -> int:
+        """How many rows the rank receives that receives most."""
+        return int(self.plan.received_rows.max())
 
     @cached_property
     @made_for_training
@@ -457,10 +496,13 @@ class ShardedGraph:
             )
         if self.ranks == 1:
             return tensor
-        if not torch.compiler.is_compiling():
-            from_end = along % tensor.dim() - tensor.dim()
+        from_end = along % tensor.dim() - tensor.dim()
+        facts = OpenFacts([], [])
+        if torch.compiler.is_compiling():
+            describe(facts, "tensor to gather", tensor, from_end)
+        else:
             agree(self.group, {"tensor to gather": described(tensor, from_end)})
-        return gathered(tensor, along % tensor.dim(), layout, self.rank, self.group)
+        return gathered(tensor, along % tensor.dim(), layout, self.rank, self.group, facts)
 
     def _runs(self, of: str) -> list[range]:
         """Return the runs of targets, sources or edges of this rank."""
@@ -603,7 +645,7 @@ class ShardedGraph:
     def call_of(self, layer: Any, given: Mapping[str, Any]) -> AbstractContextManager[None]:
         """Return a context for a call of a layer, on which all ranks agree before rows travel.
 
-        It does nothing where no row travels, and while torch.compile traces.
+        It does nothing where no row travels.
 
         Args:
             layer: the layer.
@@ -613,20 +655,22 @@ class ShardedGraph:
             ValueError: which names the argument that differs, and which ranks have what.
             RankFailure: if another rank has raised an error before it sent rows.
         """
-        if self.group is None or torch.compiler.is_compiling() or not self._has_border:
+        if self.group is None or not self._has_border:
             return nullcontext()
+        traced = torch.compiler.is_compiling()
         both = bool(self.broadcast) or "positions" in layer.exchanged
-        facts = facts_of_call(repr(layer), layer.exchanged, given, both=both)
+        name = layer.text_when_made if traced else repr(layer)
+        facts = facts_of_call(name, layer.exchanged, given, both=both)
         if self.broadcast:  # they decide whether queries are sent
             weights = given.get("return_attention_weights", False) is not False
             has_bias = given.get("edge_bias") is not None
-            facts["edge_bias or weights"] = str(weights or has_bias)
-        return calling(self.group, facts)
+            facts.texts.extend(["edge_bias or weights", str(weights or has_bias)])
+        return tracing(facts) if traced else calling(self.group, facts.filled())
 
     @cached_property
     def _has_border(self) -> bool:
         """Whether any rank sees a token of another rank."""
-        return bool(self.broadcast) or bool(self.plan.received_rows.any())
+        return bool(self.broadcast) or self.most_received > 0
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
 import torch
@@ -156,6 +157,13 @@ class GraphAttention(AttentionSteps):
         query, key = self.rotate(query, key, rotations)
         # Autocast leaves an unprojected value in float32 beside bfloat16 queries.
         return query, key, self.split(value, self.kv_heads).to(query.dtype)
+
+    def sides(self, projected: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        query, key, value = projected
+        return (query,), (key, value)
+
+    def from_sides(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> tuple[Any, ...]:
+        return *targets, *sources
 
     def fetch(
         self, shard: ShardedGraph, projected: Any, valid: ValidPair, of_edges: dict[str, Tensor]

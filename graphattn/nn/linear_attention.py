@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -164,6 +165,14 @@ class LinearAttention(StreamingLayer):
         dtype = compute_dtype(query.dtype)
         query, key = elu_features(query.to(dtype)), elu_features(key.to(dtype))
         return (Features(query, key, value.to(dtype), *self.rotate(query, key, rotations)),)
+
+    def sides(self, projected: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        query, key, value, turned_query, turned_key = projected[0]
+        return (query, turned_query), (key, value, turned_key)
+
+    def from_sides(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> tuple[Any, ...]:
+        (query, turned_query), (key, value, turned_key) = targets, sources
+        return (Features(query, key, value, turned_query, turned_key),)
 
     def fetch(
         self, shard: ShardedGraph, projected: Any, valid: ValidPair, of_edges: dict[str, Tensor]

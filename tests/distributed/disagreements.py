@@ -10,7 +10,14 @@ from typing import Any
 import torch
 
 import graphattn as ga
-from graphattn.distributed.agreement import agree, graph_digest
+from graphattn.distributed.agreement import (
+    GAP,
+    OpenFacts,
+    agree,
+    agree_in_graph,
+    calling,
+    graph_digest,
+)
 
 TOKENS, DIM = 24, 8
 HANGS = 12.0  # seconds
@@ -50,13 +57,16 @@ def an_argument_of_shard_is_wrong_on_one_rank(group: Any) -> str:
     return _error(lambda: ga.distributed.shard(graph, group, order=order))
 
 
-def a_call_differs(group: Any, exchange: Any, of_rank_1: dict[str, Any]) -> str:
+def a_call_differs(
+    group: Any, exchange: Any, of_rank_1: dict[str, Any], compiled: bool = False
+) -> str:
     """Return the error of a call in which rank 1 has something else; then equal calls go on.
 
     Args:
         group: the process group.
         exchange: how rows travel; "global" for a graph with a global token.
         of_rank_1: what is different there: "batch", "dtype", "valid", "layer" or "autocast".
+        compiled: whether rank 0 compiles the layer, for calls with and without gradients.
     """
     graph = ga.causal_window_graph(TOKENS, 3)
     if exchange == "global":
@@ -70,14 +80,45 @@ def a_call_differs(group: Any, exchange: Any, of_rank_1: dict[str, Any]) -> str:
     valid = torch.ones(shard.num_targets, dtype=torch.bool) if "valid" in made else None
     with torch.autocast("cpu", enabled="autocast" in made):
         message = _error(lambda: layer(x, shard, valid=valid))
+        if compiled:
+            torch._dynamo.reset()
+            run = torch.compile(layer, backend="aot_eager") if group.rank() == 0 else layer
+            with torch.no_grad():
+                assert _error(lambda: run(x, shard, valid=valid)) == message
+            message = _error(lambda: run(x, shard, valid=valid))
     _check_that_calls_go_on(shard)
     return message
 
 
-def gathered_tensors_differ(group: Any) -> str:
+def calls_differ_in_a_compiled_function(group: Any) -> list[str]:
+    """Return the errors of the operator that compiled functions call before rows are sent."""
+    rows, shape = torch.zeros(3), OpenFacts(["x", f"float32 [{GAP}, tokens, {GAP}]"], [2, 8])
+    facts = OpenFacts([*shape.texts, "layer", "some"], [2, 8 + (group.rank() == 1)])
+    nothing = OpenFacts([], [])
+
+    def in_a_call() -> None:  # which was not compiled itself
+        with calling(group, facts.filled()):
+            agree_in_graph(rows, nothing, group)
+
+    calls = (
+        lambda: agree_in_graph(rows, facts, group),
+        in_a_call,
+        lambda: agree_in_graph(rows, shape, group),
+        lambda: agree_in_graph(rows, nothing, group),
+        lambda: agree_in_graph(rows, None, group),
+    )
+    return [_error(call) for call in calls]
+
+
+def gathered_tensors_differ(group: Any, compiled: bool = False) -> str:
     shard = ga.distributed.shard(ga.causal_window_graph(TOKENS, 3), group)
     width = 4 if shard.rank == 1 else 3
-    message = _error(lambda: shard.gather(torch.ones(2, shard.num_targets, width)))
+    gather = shard.gather
+    if compiled:
+        torch._dynamo.reset()
+        gather = torch.compile(gather, backend="aot_eager", fullgraph=True)
+        assert gather(torch.ones(2, shard.num_targets, 5)).shape == (2, TOKENS, 5)
+    message = _error(lambda: gather(torch.ones(2, shard.num_targets, width)))
     _check_that_calls_go_on(shard)
     return message
 

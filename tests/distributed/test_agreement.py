@@ -66,8 +66,35 @@ def test_every_rank_says_what_differs_and_where(
         assert message in error
 
 
-def test_gathered_tensors_that_differ_are_named(ranks: Ranks) -> None:
-    for error in ranks.run(cases.gathered_tensors_differ, 3):
+@pytest.mark.long
+@pytest.mark.parametrize(("exchange", "of_rank_1"), [case[:2] for case in DIFFERENT])
+def test_a_compiled_call_is_compared_as_others_are(
+    ranks: Ranks, exchange: str, of_rank_1: dict[str, Any]
+) -> None:
+    """Rank 0 compiles the layer, rank 1 does not; both say what rank 1 has."""
+    given = {"exchange": exchange, "of_rank_1": of_rank_1, "compiled": True}
+    first, second = ranks.run(cases.a_call_differs, 2, limit=600, **given)
+    assert first == second
+    assert "must be equal on all ranks, got" in first
+
+
+@pytest.mark.long
+def test_a_compiled_call_goes_on_if_all_ranks_agree(ranks: Ranks) -> None:
+    given = {"exchange": "rows", "of_rank_1": {}, "compiled": True}
+    assert ranks.run(cases.a_call_differs, 2, limit=600, **given) == ["", ""]
+
+
+def test_the_operator_of_compiled_calls_compares_them(ranks: Ranks) -> None:
+    for direct, in_a_call, *others in ranks.run(cases.calls_differ_in_a_compiled_function, 2):
+        assert direct == in_a_call
+        assert direct.startswith("ValueError: x must be equal on all ranks, got float32 [2, tok")
+        assert direct.endswith("[2, tokens, 8] on rank 0, float32 [2, tokens, 9] on rank 1")
+        assert others == [""] * 3
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_gathered_tensors_that_differ_are_named(ranks: Ranks, compiled: bool) -> None:
+    for error in ranks.run(cases.gathered_tensors_differ, 3, compiled=compiled):
         assert "tensor to gather must be equal on all ranks" in error
         assert "float32 [2, tokens, 4] on rank 1" in error
 

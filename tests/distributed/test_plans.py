@@ -10,8 +10,9 @@ import torch
 
 import graphattn as ga
 from graphattn.distributed.layout import Layout
+from graphattn.distributed.planning.inside import runs_inside
 from graphattn.distributed.planning.needs import RunTable
-from graphattn.distributed.planning.plans import H100_SXM, CommunicationPlan, exchange_of
+from graphattn.distributed.planning.plans import H100_SXM, LINKS, CommunicationPlan, exchange_of
 from graphattn.distributed.seen import joined
 
 
@@ -246,6 +247,69 @@ def test_seconds_are_those_of_the_slowest_link_of_the_busiest_rank(zigzag, per_n
         assert seconds == pytest.approx(slowest + 0.5 * rounds)
 
 
+@pytest.mark.parametrize("zigzag", [False, True])
+@pytest.mark.parametrize("name", BUILDERS)
+def test_targets_inside_are_the_longest_runs_that_see_no_other_rank(name, zigzag):
+    for seed in range(3):
+        chance = random.Random(f"{name} {zigzag} {seed}")
+        graph = BUILDERS[name](chance, chance.randint(24, 40))
+        ranks = chance.randint(1, 3)
+        targets, sources = (
+            Layout(count, ranks, zigzag) for count in (graph.num_targets, graph.num_sources)
+        )
+        source, target = graph.edge_index
+        sees = set(target[sources.owner(source) != targets.owner(target)].tolist())
+        inside = runs_inside(graph, targets, sources)
+        for chunk, start, stop in zip(*(column.tolist() for column in inside), strict=True):
+            tokens = targets.chunk(chunk)
+            assert tokens.start <= start <= stop <= tokens.stop
+            assert not sees & set(range(start, stop))
+            longest = run = 0
+            for token in tokens:
+                run = 0 if token in sees else run + 1
+                longest = max(longest, run)
+            assert stop - start == longest
+
+
+def test_hidden_seconds_are_those_of_the_smallest_share_inside():
+    plan = ga.distributed.plan(ga.causal_window_graph(1 << 20, window=1 << 14), ranks=4)
+    assert plan.inside_targets.tolist() == [1 << 18] + [(1 << 18) - (1 << 14) + 1] * 3
+    share = 1 - ((1 << 14) - 1) / (1 << 18)
+    given = {"bandwidth": 1e9, "latency": 0.0}
+    travel = plan.seconds(torch.half, 512, **given)
+    assert travel == pytest.approx(((1 << 14) - 1) * 1024 / 1e9)
+    assert plan.hidden_seconds(1.0, torch.half, 512, **given) == travel
+    assert plan.hidden_seconds(1e-3, torch.half, 512, **given) == pytest.approx(share * 1e-3)
+    assert plan.hidden_seconds(1.0, torch.half, 16, **given) == 0  # fewer than 1 MiB travel
+    assert "targets computed while they travel, per rank: 245,761 to 262,144" in str(plan)
+
+
+def test_a_round_of_a_ring_hides_the_rows_of_the_next():
+    plan = ga.distributed.plan(ga.complete_graph(800), ranks=8)
+    given = {"bandwidth": 1.0, "latency": 0.0}
+    travel = plan.seconds(torch.half, 1, **given)
+    assert plan.hidden_seconds(8.0, torch.half, 1, **given) == 7.0 < travel
+    assert plan.hidden_seconds(1e9, torch.half, 1, **given) == travel
+    assert not plan.has_inside
+
+
+def test_nothing_is_hidden_where_nothing_travels_or_all_see_other_ranks():
+    for graph in (ga.block_window_graph(64, 16), ga.longformer_graph(64, 2, [0])):
+        plan = ga.distributed.plan(graph, 4)
+        assert not plan.has_inside
+        assert plan.hidden_seconds(1.0, torch.half, 1 << 20) == 0
+
+
+@pytest.mark.parametrize("name", LINKS)
+def test_bandwidths_have_names(name):
+    plan = ga.distributed.plan(ga.causal_window_graph(400, window=11), ranks=4)
+    seconds = [plan.seconds(torch.half, 9, bandwidth=x, per_node=2) for x in (name, LINKS[name])]
+    assert seconds[0] == seconds[1]
+    assert plan.seconds(torch.half, 9, bandwidth=3e9) == plan.seconds(
+        torch.half, 9, bandwidth=(3e9, 3e9)
+    )
+
+
 def test_one_rank_sends_nothing_and_takes_no_time():
     plan = ga.distributed.plan(ga.causal_graph(100), 1)
     assert plan.pairs(0) == plan.sends(0) == []
@@ -365,7 +429,10 @@ def test_arguments_of_methods_are_named():
         (lambda: plan.sends(-1), "rank must be >= 0, got -1"),
         (lambda: plan.bytes("bfloat16", 2), "dtype must be a torch.dtype, got 'bfloat16'"),
         (lambda: plan.all_gather_bytes(torch.half, 0), "features must be >= 1, got 0"),
-        (lambda: plan.seconds(torch.half, 1, bandwidth=1e9), "bandwidth must be a pair of bytes"),
+        (
+            lambda: plan.seconds(torch.half, 1, bandwidth="slow"),
+            "bandwidth must be bytes per second",
+        ),
         (lambda: plan.seconds(torch.half, 1, bandwidth=(1, 0)), "bandwidth must be a finite"),
         (lambda: plan.seconds(torch.half, 1, latency=-1), "latency must be a finite number >= 0"),
         (lambda: plan.seconds(torch.half, 1, per_node=0), "per_node must be >= 1, got 0"),

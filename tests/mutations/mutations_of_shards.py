@@ -10,6 +10,8 @@ LARGE = "test_log_sums_too_large_for_float32_are_left_to_the_parts"
 SAME = f"{TESTS}::test_outputs_and_gradients_equal_those_of_one_process"
 COUNTS = f"{TESTS}::test_a_causal_window_of_256_sends_255_rows_over_every_border"
 OTHERS = "tests/distributed/test_combinations.py"
+OVERLAP = "tests/distributed/test_overlap.py"
+PLANS = "tests/distributed/test_plans.py"
 STATES = "tests/distributed/test_states.py"
 NEIGHBORS = "tests/distributed/test_neighbors.py"
 NEAREST = f"{NEIGHBORS}::test_edges_outputs_and_gradients_equal_those_of_one_process"
@@ -32,8 +34,8 @@ MUTATIONS = [
     Mutation(
         "gradients of rows do not travel",
         f"{HERE}/exchange.py",
-        "_exchanged(d_rows, ctx.sent",
-        "_exchanged(0 * d_rows, ctx.sent",
+        "_exchanged(d_rows, *back)",
+        "_exchanged(0 * d_rows, *back)",
         (f"{SAME}[window-4]",),
     ),
     Mutation(
@@ -196,5 +198,26 @@ MUTATIONS = [
         "    return torch.cat([edges, arrived], dim=1)",
         "    return edges",
         (f"{NEAREST}[3]",),
+    ),
+    Mutation(
+        "rows are waited for before anything is computed",
+        f"{HERE}/exchange.py",
+        "travelling.elem if isinstance",
+        "travelling.wait() if isinstance",
+        (f"{OVERLAP}::test_results_and_bytes_are_those_without_an_overlap",),
+    ),
+    Mutation(
+        "gradients on a ring are waited for at once",
+        f"{HERE}/ring/passes.py",
+        "                returning = exchange, exchange.send_back(leaving)",
+        "                exchange.add_returned(exchange.send_back(leaving), of_sources)",
+        (f"{OVERLAP}::test_results_and_bytes_are_those_without_an_overlap",),
+    ),
+    Mutation(
+        "the first run of targets that see no other rank is taken, not the longest",
+        f"{HERE}/planning/inside.py",
+        "    order = (stop - start).argsort(stable=True)",
+        "    order = torch.arange(len(start)).flip(0)",
+        (f"{PLANS}::test_targets_inside_are_the_longest_runs_that_see_no_other_rank[edges-False]",),
     ),
 ]

@@ -12,8 +12,11 @@ MOST_LISTED = 16  # ranks, one per line
 MOST_NAMED = 5  # senders in a line
 
 
-def lines_of(plan: Any, dtype: torch.dtype, features: int) -> Iterator[str]:
-    """Write what :meth:`CommunicationPlan.describe` returns, line by line."""
+def lines_of(plan: Any, dtype: torch.dtype, features: int, worth_hiding: int) -> Iterator[str]:
+    """Write what :meth:`CommunicationPlan.describe` returns, line by line.
+
+    `worth_hiding` are the bytes from which layers compute something while they travel.
+    """
     at_once = plan.exchange == "rows"
     way = "all rows at once, before the operation" if at_once else "rows in rounds of a ring"
     zigzag = ", layout zigzag" if plan.target_layout.zigzag else ""
@@ -47,6 +50,8 @@ def lines_of(plan: Any, dtype: torch.dtype, features: int) -> Iterator[str]:
         f"  forward {with_unit(forward, 'B')}, backward {with_unit(backward, 'B')}; "
         f"all-gather {with_unit(gathered, 'B')} each{times}"
     )
+    if plan.exchange == "rows" and forward >= worth_hiding and plan.has_inside:
+        yield f"  targets computed while they travel, per rank: {range_of(plan.inside_targets)}"
     there, back = (plan.seconds(dtype, features, backward=after) for after in (False, True))
     yield (
         "predicted for H100 SXM in nodes of 8, not measured: "

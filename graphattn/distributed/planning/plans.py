@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from graphattn.distributed.layout import Layout
+from graphattn.distributed.planning.inside import runs_inside
 from graphattn.distributed.planning.needs import RunTable, edges_per_rank, remote_runs
 from graphattn.distributed.planning.plan_text import lines_of
 from graphattn.distributed.ring.states import StatePlan, plan_of_states
@@ -28,8 +29,14 @@ Moves = Literal["targets", "both"]
 # Published bytes per second and direction of one H100 SXM: NVLink 4 has 900 GB/s in both directions
 # together (NVIDIA H100 data sheet), and NDR InfiniBand 400 Gbit/s (ConnectX-7, one per GPU).
 H100_SXM = (450e9, 50e9)
+# Names of bandwidths, inside a node and between nodes.
+LINKS = {"H100 SXM": H100_SXM, "NVLink": (450e9, 450e9), "InfiniBand": (50e9, 50e9)}
 LATENCY = 10e-6  # seconds until the first byte arrives; assumed, not published
 WORTH_ZIGZAG = 0.9  # of the edges of the busiest rank
+# Bytes to the busiest rank: 0.8 ms at 10 Gbit/s. Two operations in place of one take about as much.
+WORTH_HIDING = 1 << 20
+
+Bandwidth = str | float | tuple[float, float]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -109,6 +116,34 @@ class CommunicationPlan:
         """Edges of the busiest rank, divided by the mean; 1 is perfect."""
         total = int(self.edges.sum())
         return int(self.edges.max()) * self.ranks / total if total else 1.0
+
+    @cached_property
+    def inside(self) -> RunTable:
+        """For every chunk of the targets, the longest run of targets that see no other rank.
+
+        Layers compute these first, while the rows of the others travel.
+        """
+        return runs_inside(self.graph, self.target_layout, self.source_layout)
+
+    @cached_property
+    def inside_targets(self) -> Tensor:
+        """How many targets of each rank are computed while rows travel, a LongTensor [ranks].
+
+        All are 0 if none are computed first: see :attr:`has_inside`.
+        """
+        if not self.has_inside:
+            return torch.zeros_like(self.own_rows)
+        return self.target_layout.per_rank(self.inside.stop - self.inside.start)
+
+    @cached_property
+    def has_inside(self) -> bool:
+        """Whether layers compute targets that see no other rank first, while rows travel."""
+        if self.exchange == "ring" or self.broadcast or self.moves == "both":
+            return False
+        if not self.received_rows.any():
+            return False
+        inside = self.inside.stop - self.inside.start
+        return 2 * int(inside.sum()) >= self.graph.num_targets
 
     def pairs(self, rank: int) -> list[tuple[int, list[Run]]]:
         """List what `rank` receives: senders in ascending order, each with its runs of sources.
@@ -267,7 +302,7 @@ class CommunicationPlan:
         features: int,
         *,
         backward: bool = False,
-        bandwidth: tuple[float, float] = H100_SXM,
+        bandwidth: Bandwidth = "H100 SXM",
         latency: float = LATENCY,
         per_node: int = 8,
     ) -> float:
@@ -276,27 +311,24 @@ class CommunicationPlan:
         The prediction is the time of the busiest rank. Links inside a node and between nodes work
         at the same time, and so do both directions of a link. The latency counts once if all rows
         arrive at once, and once per sender on a ring, in whose other rounds a rank does nothing.
-        Messages reach the full bandwidth, no rank waits for another one, and nothing overlaps with
-        computation. So real exchanges take longer, unless computation hides them.
+        Messages reach the full bandwidth, and no rank waits for another one. So real exchanges take
+        longer. :meth:`hidden_seconds` says how much of it computation hides.
 
         Args:
             dtype: the dtype of rows and gradients.
             features: the numbers in a row.
             backward: whether to predict the backward pass, and not the forward pass.
-            bandwidth: bytes per second and direction of one rank, inside a node and between nodes.
-                The default is published for H100 SXM: NVLink 4 and NDR InfiniBand.
+            bandwidth: bytes per second and direction of one rank: a pair (inside a node, between
+                nodes), one number for both, or a name. "H100 SXM" has the published numbers of
+                NVLink 4 inside and of NDR InfiniBand between nodes, "NVLink" and "InfiniBand" have
+                one of them for both.
             latency: seconds until a message begins to arrive; the default is an assumption.
             per_node: how many ranks share a node: ranks 0 .. per_node - 1, and so on.
 
         Raises:
             ValueError: if an argument is out of range.
         """
-        if not isinstance(bandwidth, tuple) or len(bandwidth) != 2:
-            raise ValueError(
-                "bandwidth must be a pair of bytes per second, inside a node and between nodes, "
-                f"got {bandwidth!r}"
-            )
-        inside, between = (as_float("bandwidth", speed, positive=True) for speed in bandwidth)
+        inside, between = _bandwidths(bandwidth)
         latency = as_float("latency", latency, positive=False)
         near_in, near_out = self._within_nodes(as_int("per_node", per_node, 1))
         far_in, far_out = self.received_rows - near_in, self.sent_rows - near_out
@@ -311,6 +343,57 @@ class CommunicationPlan:
         transfer = size * torch.maximum(near_rows / inside, far_rows / between).max()
         rounds = int(self.partners.max()) * (2 if backward else 1) if ring else 1
         return float(transfer) + rounds * latency
+
+    def hidden_seconds(
+        self,
+        compute: float,
+        dtype: torch.dtype,
+        features: int,
+        *,
+        backward: bool = False,
+        bandwidth: Bandwidth = "H100 SXM",
+        latency: float = LATENCY,
+        per_node: int = 8,
+    ) -> float:
+        """Predict how many :meth:`seconds` of the exchange pass while a rank computes.
+
+        A layer then takes ``compute + seconds - hidden_seconds``. Its targets that see no other
+        rank (:attr:`inside_targets`) are computed while rows travel, if at least 1 MiB goes to the
+        busiest rank. On a ring, a round is computed while the rows of the next one travel, and all
+        rounds are taken to be equal. Nothing is measured.
+
+        Args:
+            compute: the seconds that a rank computes in this pass of the layer, as measured on one
+                rank without an exchange.
+            dtype, features, backward, bandwidth, latency, per_node: as in :meth:`seconds`.
+
+        Raises:
+            ValueError: if an argument is out of range.
+
+        Example:
+            >>> import torch, graphattn as ga
+            >>> plan = ga.distributed.plan(ga.causal_window_graph(2**20, window=4096), ranks=64)
+            >>> plan.seconds(torch.bfloat16, 2048, bandwidth="InfiniBand")  # of 16.8 MB
+            0.0003...
+            >>> plan.hidden_seconds(1e-3, torch.bfloat16, 2048, bandwidth="InfiniBand")  # all
+            0.0003...
+            >>> plan.hidden_seconds(2e-4, torch.bfloat16, 2048, bandwidth="InfiniBand")
+            0.00015...
+        """
+        compute = as_float("compute", compute, positive=False)
+        links = {"bandwidth": bandwidth, "latency": latency, "per_node": per_node}
+        travel = self.seconds(dtype, features, backward=backward, **links)  # type: ignore[arg-type]
+        return min(travel, compute * self._share_meanwhile(_bytes_per_row(dtype, features)))
+
+    def _share_meanwhile(self, bytes_per_row: int) -> float:
+        """Return the share of a rank's work that is done while something travels."""
+        if self.exchange == "ring":
+            rounds = int(self.partners.max()) + 1
+            return (rounds - 1) / rounds
+        if int(self.received_rows.max()) * bytes_per_row < WORTH_HIDING:
+            return 0.0
+        owned = self.target_layout.per_rank(self.target_layout.borders().diff())
+        return float((self.inside_targets / owned).min())
 
     def describe(self, *, dtype: torch.dtype = torch.bfloat16, features: int = 2048) -> str:
         """Return a short text about the plan, with the bytes of a layer as an example.
@@ -340,7 +423,7 @@ class CommunicationPlan:
               forward 5.12 kB, backward 5.12 kB; all-gather 512 kB each, 100 times the forward
             predicted for H100 SXM in nodes of 8, not measured: forward 10 µs, backward 10 µs
         """
-        return "\n".join(lines_of(self, dtype, features))
+        return "\n".join(lines_of(self, dtype, features, WORTH_HIDING))
 
     def __str__(self) -> str:
         return self.describe()
@@ -472,6 +555,20 @@ def exchange_of(received_rows: Tensor, own_rows: Tensor) -> Exchange:
     backward pass. One such rank is enough, because its memory is what ends a run.
     """
     return "ring" if bool((received_rows > 2 * own_rows).any()) else "rows"
+
+
+def _bandwidths(given: Bandwidth) -> tuple[float, float]:
+    """Return the bytes per second inside a node and between nodes."""
+    pair: Any = LINKS.get(given) if isinstance(given, str) else given
+    if isinstance(pair, int | float):
+        pair = pair, pair
+    if not isinstance(pair, tuple) or len(pair) != 2:
+        raise ValueError(
+            "bandwidth must be bytes per second, a pair of them (inside a node and between nodes) "
+            f"or one of {list(LINKS)}, got {given!r}"
+        )
+    inside, between = (as_float("bandwidth", speed, positive=True) for speed in pair)
+    return inside, between
 
 
 def _bytes_per_row(dtype: torch.dtype, features: int) -> int:

@@ -3,6 +3,8 @@
 In round d, every rank gets rows from the rank d places before it, computes the part of the
 operation over them, and merges it with what it has. So it never stores the rows of more than two
 ranks. In the backward pass the rows travel again, and the gradients of its sources travel back.
+What a round needs travels while the round before it is computed, and gradients travel back while
+the round after it is.
 The table :data:`GRADIENTS` says how the gradients of a part are computed.
 """
 
@@ -18,6 +20,7 @@ from graphattn.distributed.exchange import RowExchange, in_places_of, rows_of_ro
 from graphattn.distributed.ring.operations import Given, RingOperation, Tensors
 from graphattn.distributed.ring.rounds import RingBlock, RingRound
 from graphattn.distributed.seen import Run
+from graphattn.late_imports import not_compiled
 from graphattn.ops.attention.candidates import Candidates, candidates_by_score, merge_top_k
 from graphattn.ops.attention.logits.score import Score
 from graphattn.ops.attention.part_gradients import Pairs
@@ -66,9 +69,17 @@ def on_ring(
     `parameters` are all other tensors that the operation differentiates, such as bandwidths.
     """
     counts = len(targets), len(sources)
-    results: Tensors = _OnRing.apply(
-        operation, rounds, counts, *targets, *sources, *(x for x in parameters if x.requires_grad)
-    )
+    needed = [x for x in parameters if x.requires_grad]
+    traced = torch.compiler.is_compiling() and torch.is_grad_enabled()
+    apply = _applied if traced else _OnRing.apply
+    results: Tensors = apply(operation, rounds, counts, *targets, *sources, *needed)
+    return results
+
+
+@not_compiled("the backward pass of a ring cannot be traced")
+def _applied(*given: Any) -> Tensors:
+    """Run a ring without the compiler, which would notice late that it cannot trace it."""
+    results: Tensors = _OnRing.apply(*given)
     return results
 
 
@@ -149,6 +160,7 @@ class _OnRing(torch.autograd.Function):
         ]
         of_targets, of_sources, of_parameters = totals[:t], totals[t : t + s], totals[t + s :]
         arriving = rows_of_rounds(_exchanges(ctx.rounds), sources)
+        returning: tuple[RowExchange, Tensor] | None = None
         for (exchange, blocks), rows in zip(ctx.rounds, arriving, strict=True):
             d_rows, leaving = of_sources, None
             if exchange is not None:
@@ -167,8 +179,13 @@ class _OnRing(torch.autograd.Function):
                         total += gradient
                 del given, gradients  # before others are allocated
             rows.clear()
+            if returning is not None:
+                returning[0].add_returned(returning[1], of_sources)
+                returning = None
             if exchange is not None and leaving is not None:
-                exchange.add_returned(leaving, of_sources)
+                returning = exchange, exchange.send_back(leaving)
+        if returning is not None:
+            returning[0].add_returned(returning[1], of_sources)
         return None, None, None, *totals
 
 

@@ -290,6 +290,8 @@ def linear_with_states(
         computed = [_state(key, value, turned_key, run) for run in states.pieces]
         sent = [torch.stack(computed, dim=-3)]
         on_their_way = states.exchange.start(sent, [-3])
+    within = over_own_sources(LinearParts(), rounds, targets, sources)
+    with full_precision(query.device):
         (arrived,) = states.exchange.finish(on_their_way, sent, [-3])
         others = in_order(
             [
@@ -297,7 +299,6 @@ def linear_with_states(
                 for group, graph in zip(states.groups, states.graphs(query.shape[-1]), strict=True)
             ]
         )
-    within = over_own_sources(LinearParts(), rounds, targets, sources)
     return tuple(x + clear_invalid(y, of_targets) for x, y in zip(within, others, strict=True))
 
 

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphattn.distributed.exchange import head_token_dim
+from graphattn.distributed.planning.plans import WORTH_HIDING
 from graphattn.distributed.ring.operations import LinearParts, SoftmaxParts, TopKParts
 from graphattn.distributed.ring.passes import best_on_ring, on_ring
 from graphattn.distributed.ring.states import linear_with_states
@@ -53,9 +55,53 @@ def averages_in_parts(
         averages: Tensor = on_ring(layer, *projected, shard, valid, **of_edges)
     elif may_broadcast(layer, shard, weights, *of_edges.values()):
         averages = with_globals(layer, *projected, shard, valid)
+    elif may_go_inside_first(layer, projected, shard, weights, of_edges):
+        averages = inside_first(layer, projected, shard, valid)
     else:
         return None
     return averages
+
+
+def may_go_inside_first(
+    layer: Any, projected: Any, shard: ShardedGraph, weights: object, of_edges: Any
+) -> bool:
+    """Whether targets that see no other rank are computed while rows travel; equal on all ranks.
+
+    Values and weights of edges are in the order of all edges of a rank. torch.compile computes
+    nothing while it waits for rows.
+    """
+    if torch.compiler.is_compiling() or weights or of_edges:
+        return False
+    if overridden(layer, ("mix", "fused", "fetch")):
+        return False
+    sources = {id(x): x for x in layer.sides(projected)[1]}.values()
+    row = sum(math.prod((*x.shape[:-3], *x.shape[-2:])) * x.itemsize for x in sources)
+    return row * shard.most_received >= WORTH_HIDING and shard.has_inside
+
+
+def inside_first(layer: Any, projected: Any, shard: ShardedGraph, valid: ValidPair) -> Tensor:
+    """The averages of every target, [*, N, H, D]: first of those that see no other rank.
+
+    The rows that the others see travel meanwhile.
+    """
+    targets, sources = layer.sides(projected)
+    split, (of_targets, of_sources) = shard.inside_first, valid
+    masks = (None, None) if of_targets is None else split.split(of_targets, -1)
+    # By identity: what occurs twice travels once, and is not taken for something else afterwards.
+    rows = {id(x): split.split(x, -3) for x in targets}
+    sent = [*{id(x): x for x in (*sources, of_sources) if x is not None}.values()]
+    dims = [head_token_dim(x) for x in sent]
+    started = split.outside.exchange.start(sent, dims)
+    averages = []
+    for number, (graph, exchange, *_) in enumerate((split.inside, split.outside)):
+        context = exchange.context(started, sent, dims)
+        seen: dict[int, Tensor] = {id(x): y for x, y in zip(sent, context, strict=True)}
+        arguments = layer.from_sides(
+            [rows[id(x)][number] for x in targets], [seen[id(x)] for x in sources]
+        )
+        averages.append(layer.mix(*arguments, graph, (masks[number], seen.get(id(of_sources)))))
+    inside, outside = averages
+    return split.merge(inside, outside, -3)
 
 
 def attention_on_ring(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, ClassVar, Literal
 
@@ -60,6 +61,8 @@ class GraphLayer(Configured, Later):
     drawn: ClassVar[tuple[Any, ...]] = (nn.Linear,)  # parts that `reset_parameters` draws anew
     merged_by: ClassVar[tuple[Any, Any]]  # operations in parts: on a ring, and with global tokens
     output_proj: nn.Linear
+    # Its repr at the end of the constructor: torch.compile could not trace that.
+    text_when_made: str = ""
     # Arguments that must be alike on all ranks if the graph is divided: their rows travel.
     exchanged: ClassVar[tuple[str, ...]] = ("x", "context", "valid")
 
@@ -93,6 +96,9 @@ class GraphLayer(Configured, Later):
         self.backend = check_backend(backend)
         if is_imported() or overridden_edges(self) or wanted_backend(backend) == "reference":
             complete(self)
+
+    def when_made(self) -> None:
+        self.text_when_made = repr(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         state.setdefault("context_dim", state["dim"])  # older files have it of some layers only
@@ -331,6 +337,14 @@ class GraphLayer(Configured, Later):
                 return rotated, rotated
             return self.rotary.turn_both(target, source, rotations[0])
         return self.rotary.turn(target, rotations[0]), self.rotary.turn(source, rotations[1])
+
+    def sides(self, projected: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """What :meth:`project` returns, as tensors of targets and of sources, [*, N, heads, D]."""
+        raise NotImplementedError
+
+    def from_sides(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> tuple[Any, ...]:
+        """What :meth:`project` returns, from tensors of targets and of sources."""
+        raise NotImplementedError
 
     def fetch(
         self, shard: ShardedGraph, projected: Any, valid: ValidPair, of_edges: dict[str, Tensor]

@@ -97,6 +97,9 @@ class Configured(Described):
         if "forward" in vars(cls):
             made.forward = _answering(made.forward)
 
+    def when_made(self) -> None:
+        """Run at the end of the constructor, that of a subclass included."""
+
     @property
     def config(self) -> dict[str, Any]:
         """The constructor's arguments as plain values: ``type(x)(**x.config)`` makes another.
@@ -378,6 +381,7 @@ def _recorded(cls: type[Configured], init: Callable[..., None]) -> Callable[...,
                 state["_base_arguments"] = class_name(type(self)), mine
             names = {*mine, *state["_base_arguments"][1]}
             state["_at_first"] = {name: _plain_attribute(self, name) for name in names}
+            self.when_made()
 
     return construct
 
