@@ -113,6 +113,25 @@ def train(out: str | Path, *, callbacks: Sequence[Any] = (), **changes: Any) -> 
     )
 
 
+def divided_run(kind: str, dropout: float) -> tuple[nn.Module, Objective]:
+    """A model in float64 and an objective for runs whose sequences are divided among processes."""
+    torch.manual_seed(0)
+    options = {"depth": 2, "heads": 2, "dropout": dropout}
+    if kind == "causal":  # a window and a ring; the first block also has learned positions
+        made = ga.models.CausalLM(
+            VOCABULARY + 1, 8, window=[3, None], positions="learned", num_positions=16, **options
+        )
+        return made.double(), ga.train.NextToken()
+    encoder = ga.models.SequenceEncoder(
+        VOCABULARY + 1, 8, mixer="mix", noise_dim=4 if kind == "diffusion" else None, **options
+    )
+    if kind == "classes":  # of whole sequences, from outputs that are gathered
+        return ga.train.WithHead(encoder, VOCABULARY).double(), ga.train.Classification(VOCABULARY)
+    if kind == "diffusion":
+        return encoder.double(), ga.train.AbsorbingDiffusion(VOCABULARY)
+    return encoder.double(), ga.train.MaskedTokens(VOCABULARY, "linear", weight="1/ratio")
+
+
 def results(folder: Path) -> dict[str, bytes]:
     """Collect the bytes that a run must end with, whatever happened on the way."""
     kept = sorted((folder / "checkpoints").glob("step-*"))
@@ -171,6 +190,12 @@ def serve() -> None:
     print("ready", flush=True)
     for line in sys.stdin:
         given = json.loads(line)
+        if "restarts" in given:
+            pid = os.fork()
+            if not pid:
+                launch(**given)
+            print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+            continue
         processes, after = given.pop("processes", 1), given.pop("after", None)
         port = str(_free_port())
         pids = [_fork(rank, processes, port, given) for rank in range(processes)]
@@ -180,6 +205,44 @@ def serve() -> None:
                 os.kill(pid, signal.SIGKILL)  # to one that is over already, nothing comes
         statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
         print(*statuses, flush=True)
+    os._exit(0)  # without the complaints of extensions that were loaded
+
+
+def launch(restarts: int, processes: int, kills: list[dict[str, int]], **given: Any) -> None:
+    """Start a run as torchrun --max-restarts does, with its agent, but workers that are forks.
+
+    kills: for every start, the "rank" that dies, and "event" or "after" as in :func:`_fork`.
+    """
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=processes,
+        run_id=str(os.getpid()),
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        max_restarts=restarts,
+        monitor_interval=0.02,
+        start_method="fork",
+    )
+    try:
+        elastic_launch(config, restarted)(kills, given)
+    except BaseException as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        os._exit(1)
+    os._exit(0)
+
+
+def restarted(kills: list[dict[str, int]], given: dict[str, Any]) -> None:
+    """Train in a process of the agent, which one of these starts will not survive."""
+    rank, count = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    kill = kills[count] if count < len(kills) else {"rank": -1}
+    if rank != kill["rank"]:
+        kill = {}
+    if "after" in kill:
+        signal.setitimer(signal.ITIMER_REAL, kill["after"] / 1000)  # SIGALRM ends a process
+    train_as_told(rank, event=kill.get("event", 0), **given)
     os._exit(0)  # without the complaints of extensions that were loaded
 
 
@@ -193,7 +256,7 @@ def _free_port() -> int:
 def _fork(rank: int, processes: int, port: str, given: dict[str, Any]) -> int:
     """A process that trains.
 
-    given: "event" kills it at the n-th time that a file is opened, renamed or removed in the
+    given: "divided" names a run of :func:`divided_run`; "event" kills it at the n-th time that a file is opened, renamed or removed in the
     folder; "interrupt" sends it a signal when a step ends; "certain" has no random numbers; the
     rest is of the config.
     """
@@ -218,6 +281,8 @@ def train_as_told(
     event: int = 0,
     interrupt: int = 0,
     certain: bool = False,
+    divided: str = "",
+    dropout: float = 0.0,
     **changes: Any,
 ) -> None:
     from transformers import TrainerCallback
@@ -241,7 +306,13 @@ def train_as_told(
 
     if event:
         sys.addaudithook(count)
-    if certain:
+    if divided:
+        of_run = divided_run(divided, dropout)
+        data = [examples(), examples(9, 1)]
+        if divided == "classes":
+            data = [[{**each, "label": int(each["tokens"][0])} for each in part] for part in data]
+        fit(*of_run, config(folder, **changes), *data)
+    elif certain:
         fit(model(dropout=0.0), Certain(), config(folder, **changes), examples())
     else:
         train(folder, callbacks=[Interrupt()], **changes)
