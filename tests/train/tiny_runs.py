@@ -211,10 +211,13 @@ def serve() -> None:
 def launch(restarts: int, processes: int, kills: list[dict[str, int]], **given: Any) -> None:
     """Start a run as torchrun --max-restarts does, with its agent, but workers that are forks.
 
-    kills: for every start, the "rank" that dies, and "event" or "after" as in :func:`_fork`.
+    kills: for every start, the "rank" that dies, and "event" or "after" as in :func:`_fork`. The
+    file FOLDER.starts gets a line per start.
     """
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    # Otherwise a start may read the addresses of the last one's processes (pytorch issue 135712).
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -238,12 +241,14 @@ def restarted(kills: list[dict[str, int]], given: dict[str, Any]) -> None:
     """Train in a process of the agent, which one of these starts will not survive."""
     rank, count = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     kill = kills[count] if count < len(kills) else {"rank": -1}
+    if rank == 0:
+        with open(f"{given['folder']}.starts", "a", encoding="utf-8") as file:
+            file.write(f"{count}\n")
     if rank != kill["rank"]:
         kill = {}
     if "after" in kill:
         signal.setitimer(signal.ITIMER_REAL, kill["after"] / 1000)  # SIGALRM ends a process
     train_as_told(rank, event=kill.get("event", 0), **given)
-    os._exit(0)  # without the complaints of extensions that were loaded
 
 
 def _free_port() -> int:
@@ -256,9 +261,9 @@ def _free_port() -> int:
 def _fork(rank: int, processes: int, port: str, given: dict[str, Any]) -> int:
     """A process that trains.
 
-    given: "divided" names a run of :func:`divided_run`; "event" kills it at the n-th time that a file is opened, renamed or removed in the
-    folder; "interrupt" sends it a signal when a step ends; "certain" has no random numbers; the
-    rest is of the config.
+    given: "divided" names a run of :func:`divided_run`; "event" kills it at the n-th time that a
+    file is opened, renamed or removed in the folder; "interrupt" sends it a signal when a step
+    ends; "certain" has no random numbers; the rest is of the config.
     """
     pid = os.fork()
     if pid:
@@ -311,7 +316,7 @@ def train_as_told(
         data = [examples(), examples(9, 1)]
         if divided == "classes":
             data = [[{**each, "label": int(each["tokens"][0])} for each in part] for part in data]
-        fit(*of_run, config(folder, **changes), *data)
+        fit(*of_run, config(folder, **changes), *data, callbacks=[Interrupt()])
     elif certain:
         fit(model(dropout=0.0), Certain(), config(folder, **changes), examples())
     else:
