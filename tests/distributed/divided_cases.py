@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -129,6 +130,15 @@ def objectives_are_the_same(group: Any) -> list[str]:
             assert same or value != value, (name, key, value, together[key])
         done.append(name)
     return done
+
+
+def other_masks_on_other_ranks_are_an_error(group: Any) -> None:
+    model = Divided(encoder().double(), group)
+    objective = ga.train.MaskedTokens(VOCAB - 1)
+    torch.manual_seed(dist.get_rank(group))
+    batch = objective.collate(sequences(ONE))
+    with pytest.raises(ValueError, match=r"tokens of a call, with masks drawn .* must be equal"):
+        objective.loss(model, batch)  # without a generator
 
 
 def no_rank_has_the_logits_of_all_tokens(group: Any) -> list[int]:

@@ -20,6 +20,10 @@ def test_a_rank_guesses_at_its_own_tokens_only(ranks):
     assert sum(logits for logits, _ in counts) == 40
 
 
+def test_masks_that_differ_between_ranks_are_an_error(ranks):
+    ranks.run(divided_cases.other_masks_on_other_ranks_are_an_error, 3)
+
+
 def test_models_whose_tokens_are_not_divided_are_refused():
     image = ga.models.VisionTransformer.from_preset("digits")
     with pytest.raises(ValueError, match="context_parallel must be 1 for a model that is not"):

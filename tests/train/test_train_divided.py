@@ -83,7 +83,7 @@ def test_twenty_kills_of_a_process_leave_no_trace(server, undisturbed, tmp_path)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("processes, context_parallel", [(2, 2), (3, 3), (4, 2)])
+@pytest.mark.parametrize(("processes", "context_parallel"), [(2, 2), (3, 3), (4, 2)])
 def test_divided_sequences_give_the_run_of_one_process(
     server, tmp_path, processes, context_parallel
 ):
@@ -109,5 +109,7 @@ def test_a_run_goes_on_with_another_number_of_processes(server, tmp_path):
 
 def test_processes_that_cannot_be_divided_into_groups_are_refused(tmp_path):
     config = tiny_runs.config(tmp_path, context_parallel=2)
-    with pytest.raises(ValueError, match="context_parallel must divide .* got 2 and 1: .*torchrun"):
+    with pytest.raises(
+        ValueError, match=r"context_parallel must divide .* got 2 and 1: .*torchrun"
+    ):
         ga.train.fit(tiny_runs.model(), tiny_runs.Hidden(), config, tiny_runs.examples())

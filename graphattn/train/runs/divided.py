@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from graphattn.distributed.agreement import agree
 from graphattn.distributed.losses import same_loss_on_all_ranks
 from graphattn.distributed.sharded_graph import ShardedGraph, shard
 from graphattn.graphs import TokenGraph
@@ -32,7 +34,8 @@ class Divided(nn.Module):
         group: the process group.
 
     Raises:
-        ValueError: for a model of another kind, such as one of images.
+        ValueError: for a model of another kind, such as one of images; in a call, if tokens differ
+            between ranks.
     """
 
     def __init__(self, model: nn.Module, group: Any) -> None:
@@ -85,6 +88,7 @@ class Divided(nn.Module):
                     f"context_parallel must be 1 for batches with {name!r}, which are not divided "
                     f"among ranks: only {', '.join(DIVIDED)} and structures are"
                 )
+        self._agree_on(tokens)
         if structure is not None:
             return self._in_space(tokens, structure, **given)
         N = tokens.shape[-1]
@@ -106,6 +110,12 @@ class Divided(nn.Module):
         if not gathers:
             return outputs
         return _of_each(outputs, lambda x: self._gathered(part, x)[..., :N, :])
+
+    def _agree_on(self, tokens: Tensor) -> None:
+        """Raise a ValueError on all ranks if an objective gives them different tokens."""
+        digest = hashlib.blake2b(tokens.cpu().numpy().tobytes(), digest_size=8).hexdigest()
+        name = "tokens of a call, with masks drawn from the generator that loss() gets,"
+        agree(self.group, {name: f"{list(tokens.shape)} {digest}"})
 
     def _in_space(
         self, tokens: Tensor, structure: Any, valid: Tensor | None = None, tracks: Any = None
