@@ -503,7 +503,7 @@ class ShardedGraph:
 def shard_like(part: ShardedGraph, graph: TokenGraph) -> ShardedGraph:
     """Divide another graph over the same tokens in the same way, on all ranks of the group."""
     layout = part.share.targets
-    made = planned(graph, layout, layout, chosen=None if part.ranks > 1 else ("rows", ()))
+    made = planned(graph, layout, layout, "targets", None if part.ranks > 1 else ("rows", ()))
     return ShardedGraph(made, part.rank, part.group)
 
 

@@ -255,9 +255,15 @@ class TokenModel(BlockStack):
                 "positions must be given with valid in a model with learned positions, because "
                 "padding on the left does not count, got None"
             )
-        places = positions
-        if cache.position == 0 and (shard := getattr(cache.layers[0], "shard", None)) is not None:
-            places = shard.positions if places is None else places
+        places, shard = positions, getattr(cache.layers[0], "shard", None)
+        if shard is not None and cache.position == 0:
+            if n != shard.num_targets:
+                raise ValueError(
+                    f"tokens must be the {shard.num_targets} tokens of the prompt on rank "
+                    f"{shard.rank} of {shard.ranks}, shard.split(prompt), in the first step of a "
+                    f"cache made with a shard, got {n}"
+                )
+            places = shard.positions if positions is None else positions
         x = self.embed_tokens(tokens, start=cache.position, positions=places, valid=valid)
         if n == 1:  # as one token, for which blocks have the shortest way
             x, tokens = x.squeeze(-2), tokens.squeeze(-1)

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphattn.distributed.exchange import of_first_rank
 from graphattn.distributed.sharded_graph import ShardedGraph
 from graphattn.graphs.arguments import as_int
 from graphattn.models.language.sampling import Sampling, draw
 from graphattn.models.token_model import TokenModel
-from graphattn.nn.caches.divided_cache import from_first_rank, newest_rows
+from graphattn.nn.caches.divided_cache import newest_rows
 from graphattn.ops.inputs import check_valid
 
 Stop = int | Sequence[int | Sequence[int]] | None
@@ -185,7 +186,7 @@ def generate(
         while not text.is_over:
             logits = reader.read(text.length)[..., -1, :]
             newest = sampling.choose(logits, generator)
-            text.append(newest if shard is None else from_first_rank(shard, newest))
+            text.append(newest if shard is None else of_first_rank(newest, shard.group))
     return text.written.clone()
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphattn.distributed.exchange import of_every_rank
 from graphattn.distributed.sharded_graph import ShardedGraph
 from graphattn.nn.caches.layer_cache import LayerCache
 from graphattn.nn.caches.running_cache import RunningCache
@@ -97,11 +98,8 @@ class DividedCache(LayerCache):
 
     def gathered(self, x: Tensor) -> Tensor:
         """Return a tensor of every rank, all of one shape, [ranks, ...]."""
-        if self.shard.group is None:
-            return x[None]
-        everywhere = x.new_empty(self.shard.ranks, *x.shape)
-        torch.distributed.all_gather_into_tensor(everywhere, x.contiguous(), self.shard.group)
-        return everywhere
+        group = self.shard.group
+        return x[None] if group is None else of_every_rank(x, group)
 
 
 def cache_over_ranks(layer: Any, cache: Any, shard: ShardedGraph) -> Any:
@@ -132,13 +130,15 @@ def cache_over_ranks(layer: Any, cache: Any, shard: ShardedGraph) -> Any:
 
 
 def append_prompt(cache: LayerCache, tokens: dict[str, Tensor], valid: Tensor | None) -> None:
-    """Add a prompt to an empty cache over ranks, given this rank's tokens [*, n, heads, width]."""
+    """Add a prompt to an empty cache over ranks, given this rank's tokens [*, n, heads, width].
+
+    Unless the cache is divided, it then is like any other, and equal on all ranks.
+    """
     shard = cache.shard
     layout = shard.share.targets
     if isinstance(cache, DividedCache):
         cache.append_prompt(tokens, valid)
         return
-    cache.shard = None  # from now on it is a cache like any other, on every rank
     if isinstance(cache, RunningCache):
         tokens = {name: clear_invalid(x, valid) for name, x in tokens.items()}
         valid = None
@@ -178,17 +178,4 @@ def newest_rows(shard: ShardedGraph, x: Tensor, count: int, dim: int) -> Tensor:
     return rows.bool() if is_mask else rows
 
 
-def from_first_rank(shard: ShardedGraph, x: Tensor) -> Tensor:
-    """Return the tensor of the first rank of the group, on every rank."""
-    if shard.group is not None:
-        torch.distributed.broadcast(x, group_src=0, group=shard.group)
-    return x
-
-
-__all__ = [
-    "DividedCache",
-    "append_prompt",
-    "cache_over_ranks",
-    "from_first_rank",
-    "newest_rows",
-]
+__all__ = ["DividedCache", "append_prompt", "cache_over_ranks", "newest_rows"]

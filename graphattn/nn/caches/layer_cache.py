@@ -64,7 +64,7 @@ class LayerCache:
         LayerCache(GaussianKernelAttention, batch=[2], window=8, position=100, 3072 bytes)
     """
 
-    shard: Any = None  # this rank's part of the prompt, if ranks divide it, until it is read
+    shard: Any = None  # this rank's part of a prompt that ranks divide, which the first step reads
 
     def __init__(
         self,
