@@ -175,6 +175,7 @@ class GraphTrainer(Trainer):
         self.groups = args.world_size // config.context_parallel
         self.place = args.process_index // config.context_parallel
         self.batches_done = start * config.accumulate  # of this group
+        self.divided: dict[nn.Module, Divided] = {}
         self.folder = Path(config.out)
         self.running = RunningLoss()
         most = config.batch_tokens
@@ -195,7 +196,11 @@ class GraphTrainer(Trainer):
         self.average = WeightAverage(model, config.ema_decay) if config.ema_decay else None
 
     def _divided(self, model: nn.Module) -> nn.Module:
-        return model if self.group is None else Divided(model, self.group)
+        if self.group is None:
+            return model
+        if model not in self.divided:  # it keeps the divided graphs
+            self.divided[model] = Divided(model, self.group)
+        return self.divided[model]
 
     @property
     def evaluated(self) -> nn.Module:

@@ -150,10 +150,11 @@ def equal_logits_select_the_earlier_token(group: Any) -> None:
 
 def what_cannot_be_merged_is_refused(group: Any) -> None:
     shard = ga.distributed.shard(ga.causal_graph(40), group)
-    for options in (
+    long_windows: list[dict[str, Any]] = [
         {"mixer": "linear", "window": 39},
         {"mixer": "consensus", "consensus_window": 39},
-    ):
+    ]
+    for options in long_windows:
         model = ga.models.CausalLM(VOCAB, DIM, depth=1, heads=2, **options)
         with pytest.raises(ValueError, match="block 0: shard must be None for a layer whose rows"):
             model.init_cache((), shard=shard)
@@ -167,4 +168,4 @@ def what_cannot_be_merged_is_refused(group: Any) -> None:
     with pytest.raises(ValueError, match="draft must be None with shard"):
         model.generate(tokens[:40], 1, shard=shard, draft=model)
     with pytest.raises(ValueError, match="shard must be a ShardedGraph over the tokens"):
-        model.init_cache((), shard=ga.causal_graph(40))
+        model.init_cache((), shard=ga.causal_graph(40))  # type: ignore[arg-type]

@@ -116,19 +116,13 @@ def train(out: str | Path, *, callbacks: Sequence[Any] = (), **changes: Any) -> 
 def divided_run(kind: str, dropout: float) -> tuple[nn.Module, Objective]:
     """A model in float64 and an objective for runs whose sequences are divided among processes."""
     torch.manual_seed(0)
-    options = {"depth": 2, "heads": 2, "dropout": dropout}
+    options: dict[str, Any] = {"depth": 2, "heads": 2, "dropout": dropout}
     if kind == "causal":  # a window and a ring; the first block also has learned positions
         made = ga.models.CausalLM(
             VOCABULARY + 1, 8, window=[3, None], positions="learned", num_positions=16, **options
         )
         return made.double(), ga.train.NextToken()
-    encoder = ga.models.SequenceEncoder(
-        VOCABULARY + 1, 8, mixer="mix", noise_dim=4 if kind == "diffusion" else None, **options
-    )
-    if kind == "classes":  # of whole sequences, from outputs that are gathered
-        return ga.train.WithHead(encoder, VOCABULARY).double(), ga.train.Classification(VOCABULARY)
-    if kind == "diffusion":
-        return encoder.double(), ga.train.AbsorbingDiffusion(VOCABULARY)
+    encoder = ga.models.SequenceEncoder(VOCABULARY + 1, 8, mixer="mix", **options)
     return encoder.double(), ga.train.MaskedTokens(VOCABULARY, "linear", weight="1/ratio")
 
 
@@ -312,11 +306,8 @@ def train_as_told(
     if event:
         sys.addaudithook(count)
     if divided:
-        of_run = divided_run(divided, dropout)
-        data = [examples(), examples(9, 1)]
-        if divided == "classes":
-            data = [[{**each, "label": int(each["tokens"][0])} for each in part] for part in data]
-        fit(*of_run, config(folder, **changes), *data, callbacks=[Interrupt()])
+        given = config(folder, **changes), examples(), examples(9, 1)
+        fit(*divided_run(divided, dropout), *given, callbacks=[Interrupt()])
     elif certain:
         fit(model(dropout=0.0), Certain(), config(folder, **changes), examples())
     else:

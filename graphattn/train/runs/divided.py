@@ -85,8 +85,9 @@ class Divided(nn.Module):
         for name in given:
             if name not in DIVIDED:
                 raise ValueError(
-                    f"context_parallel must be 1 for batches with {name!r}, which are not divided "
-                    f"among ranks: only {', '.join(DIVIDED)} and structures are"
+                    f"context_parallel must be 1 for batches with {name!r}, which is not divided "
+                    f"among ranks: only {', '.join(DIVIDED)} and structures are. With packed=True, "
+                    "an objective makes graphs of its own"
                 )
         self._agree_on(tokens)
         if structure is not None:
