@@ -69,7 +69,7 @@ def texts_are_those_of_one_process(group: Any, cases: int, seed: int = 0) -> int
         name = list(MODELS)[case % len(MODELS)]
         model = model_of(name, rng.randrange(1000))
         N, batch = rng.randint(28, 60), rng.choice([(), (2,)])
-        order = rng.choice(["runs", "zigzag", "auto"])
+        order: Any = rng.choice(["runs", "zigzag", "auto"])
         draws = torch.Generator().manual_seed(case)
         prompt = torch.randint(VOCAB, (*batch, N), generator=draws)
         shard = ga.distributed.shard(ga.causal_graph(N), group, order=order)
@@ -137,7 +137,8 @@ def equal_logits_select_the_earlier_token(group: Any) -> None:
     for size in (1, 2, 3):
         prompt = torch.arange(48) % size  # tokens repeat, and without positions so do keys
         for block in model.blocks:
-            block.mixer.rotary, block.mixer.top_k = None, 5
+            mixer: Any = block.mixer
+            mixer.rotary, mixer.top_k = None, 5
         for order in ("runs", "zigzag"):
             shard = ga.distributed.shard(ga.causal_graph(48), group, order=order)
             alone, cache = model.init_cache(()), model.init_cache((), shard=shard)

@@ -306,8 +306,9 @@ def train_as_told(
     if event:
         sys.addaudithook(count)
     if divided:
-        given = config(folder, **changes), examples(), examples(9, 1)
-        fit(*divided_run(divided, dropout), *given, callbacks=[Interrupt()])
+        learner, objective = divided_run(divided, dropout)
+        data = examples(), examples(9, 1)
+        fit(learner, objective, config(folder, **changes), *data, callbacks=[Interrupt()])
     elif certain:
         fit(model(dropout=0.0), Certain(), config(folder, **changes), examples())
     else:

@@ -350,7 +350,8 @@ class StreamingLayer(GraphLayer):
                 f"{list(x.shape)}"
             )
         of_values = {} if tokens is None else {"tokens": tokens}
-        had, self.training = self.training, False  # a step has no dropout
+        had: bool = self.training
+        self.training = False  # a step has no dropout
         try:
             y: Tensor = self(x, shard, valid=mask, positions=positions, **of_values)
         finally:
