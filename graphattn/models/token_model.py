@@ -135,16 +135,16 @@ class TokenModel(BlockStack):
                 group, number of tokens and order count. Then all ranks make the cache and take the
                 same steps. The first one gets this rank's tokens, ``shard.split(prompt)``, and
                 returns their logits; all others get the same tokens on every rank. Keys and values
-                are stored by the rank that owns them, later tokens in turn. A window of at most the
-                tokens of a rank, and the sums of linear attention, are stored by all.
+                are stored by the rank that owns them, later tokens in turn. All ranks store windows
+                of at most the tokens of a rank, those of linear attention and consensus, and the
+                sums of linear attention without a window.
 
         Raises:
             ValueError: if the mixer of a block cannot generate token by token (the message says
                 what to use instead, such as ``SelfConsensus(update="target")`` for "consensus"), if
                 an argument is out of range, or if a subclass has replaced `forward` or `encode` but
-                not the steps. With `shard`, also if what ranks compute over their own tokens cannot
-                be merged: consensus and linear attention with long windows, "dot+krause", and
-                layers with their own messages.
+                not the steps. With `shard`, also for "dot+krause", and for consensus and layers
+                with their own messages without a window.
         """
         self._check_steps()
         window = self.windows if window is None else window

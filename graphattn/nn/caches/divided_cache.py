@@ -105,28 +105,26 @@ class DividedCache(LayerCache):
 def cache_over_ranks(layer: Any, cache: Any, shard: ShardedGraph) -> Any:
     """Return a cache for a prompt that ranks divide, in place of an empty one of a layer.
 
-    - A window that fits into the share of every rank is stored by all of them. Then only the prompt
-      is divided, and steps send nothing. The same holds for the sums of linear attention.
-    - Otherwise the tokens are divided (:class:`DividedCache`), if the results of a layer over them
-      can be merged: for softmax attention.
+    Softmax attention divides its tokens (:class:`DividedCache`), unless its window fits into the
+    share of every rank. In all other cases only the prompt is divided, and every rank stores the
+    window, or the sums of linear attention; then steps send nothing.
 
     Raises:
-        ValueError: for another layer, or a cache of another class.
+        ValueError: for another layer without a window, or a cache of another class.
     """
     given = f"got {layer!r} with window = {getattr(cache, 'window', None)}"
     if not isinstance(cache, LayerCache):
         raise ValueError(f"shard must be None for a layer whose cache is its own, {given}")
-    fewest = min(shard.share.targets.sizes())
-    is_window = cache.most_kept is not None and cache.most_kept <= fewest
-    if is_window or isinstance(cache, RunningCache):
-        cache.shard = shard
-        return cache
-    if not layer.may_divide_cache():
+    is_long = cache.most_kept is None or cache.most_kept > min(shard.share.targets.sizes())
+    if is_long and layer.may_divide_cache():
+        return DividedCache(cache, shard)
+    if cache.most_kept is None:
         raise ValueError(
-            "shard must be None for a layer whose rows over the tokens of several ranks cannot be "
-            f"merged, unless its window has at most the {fewest} tokens of a rank, {given}"
+            "shard must be None for a layer without a window whose rows over the tokens of several "
+            f"ranks cannot be merged, {given}"
         )
-    return DividedCache(cache, shard)
+    cache.shard = shard
+    return cache
 
 
 def append_prompt(cache: LayerCache, tokens: dict[str, Tensor], valid: Tensor | None) -> None:
