@@ -87,7 +87,7 @@ CASES: dict[str, Any] = {
     "regression": lambda: (
         ga.train.WithHead(encoder(), 1),
         ga.train.ResidueRegression(),
-        sequences(SHORT, labels=lambda tokens: tokens.double()),
+        sequences((3,), labels=lambda tokens: tokens.double()),  # without a mask
     ),
 }
 
