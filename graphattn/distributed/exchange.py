@@ -395,8 +395,15 @@ def maximum_over_ranks(x: Tensor, group: Any) -> Tensor:
     return whole.view(group.size(), *x.shape).amax(0)
 
 
+def of_every_rank(x: Tensor, group: Any) -> Tensor:
+    """Return the tensors of all ranks, which have one shape, [ranks, ...]."""
+    gather = _functional("all_gather_single", "all_gather_tensor")
+    whole: Tensor = gather(x.contiguous(), 0, group)
+    return whole.view(group.size(), *x.shape)
+
+
 def of_first_rank(drawn: Tensor, group: Any) -> Tensor:
-    """Return what the first rank of a group has drawn, a bool tensor, on every rank.
+    """Return what the first rank of a group has drawn, bools or integers, on every rank.
 
     All ranks draw, so that their generators move on alike, also where a gradient checkpoint draws
     again.
@@ -405,8 +412,9 @@ def of_first_rank(drawn: Tensor, group: Any) -> Tensor:
         return drawn
     from torch.distributed import _functional_collectives as functional
 
-    first: Tensor = functional.broadcast(drawn.to(torch.uint8), 0, group)
-    return first.bool()
+    is_mask = drawn.dtype == torch.bool
+    first: Tensor = functional.broadcast(drawn.to(torch.uint8) if is_mask else drawn, 0, group)
+    return first.to(drawn.dtype)
 
 
 def _functional(name: str, older_name: str) -> Callable[..., Any]:

@@ -751,6 +751,13 @@ class NeighborShard(ShardedGraph):
         return super()._whole_count(of)
 
 
+def shard_like(part: ShardedGraph, graph: TokenGraph) -> ShardedGraph:
+    """Divide another graph over the same tokens in the same way, on all ranks of the group."""
+    layout = part.share.targets
+    made = planned(graph, layout, layout, "targets", None if part.ranks > 1 else ("rows", ()))
+    return ShardedGraph(made, part.rank, part.group)
+
+
 def _token_dim(x: Tensor) -> int:
     return -2 if x.is_floating_point() and x.dim() >= 2 else -1
 

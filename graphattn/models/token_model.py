@@ -11,7 +11,14 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from graphattn.graphs import TokenGraph, complete_graph, window_path_graph
+from graphattn.distributed.sharded_graph import ShardedGraph, shard_like
+from graphattn.graphs import (
+    TokenGraph,
+    causal_graph,
+    causal_window_graph,
+    complete_graph,
+    window_path_graph,
+)
 from graphattn.models.mixers import Reach
 from graphattn.models.stack import BlockStack, embeds_values, one_each
 from graphattn.near_names import explained
@@ -19,6 +26,7 @@ from graphattn.nn import ModelCache
 from graphattn.nn.base.overrides import is_ours, names_of, replaced_beside
 from graphattn.nn.base.streaming import step_mask
 from graphattn.nn.blocks.compiled_step import BlockRun, UnknownModuleError
+from graphattn.nn.caches.divided_cache import cache_over_ranks
 from graphattn.nn.rotary import check_positions
 from graphattn.ops.inputs import check_valid
 
@@ -111,6 +119,7 @@ class TokenModel(BlockStack):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         rollback: int = 0,
+        shard: ShardedGraph | None = None,
     ) -> ModelCache:
         """Make an empty cache for :meth:`step`, with one layer cache per block.
 
@@ -122,12 +131,20 @@ class TokenModel(BlockStack):
                 any (:class:`CausalLM`), and all earlier tokens otherwise.
             dtype, device: dtype and device of the stored tensors; None takes the model's own.
             rollback: how many of the newest tokens ``cache.truncate`` can remove at any time.
+            shard: this rank's part of a graph over the prompt, for a prompt that ranks divide: its
+                group, number of tokens and order count. Then all ranks make the cache and take the
+                same steps. The first one gets this rank's tokens, ``shard.split(prompt)``, and
+                returns their logits; all others get the same tokens on every rank. Keys and values
+                are stored by the rank that owns them, later tokens in turn. All ranks store windows
+                of at most the tokens of a rank, those of linear attention and consensus, and the
+                sums of linear attention without a window.
 
         Raises:
             ValueError: if the mixer of a block cannot generate token by token (the message says
                 what to use instead, such as ``SelfConsensus(update="target")`` for "consensus"), if
                 an argument is out of range, or if a subclass has replaced `forward` or `encode` but
-                not the steps.
+                not the steps. With `shard`, also for "dot+krause", and for consensus and layers
+                with their own messages without a window.
         """
         self._check_steps()
         window = self.windows if window is None else window
@@ -138,9 +155,12 @@ class TokenModel(BlockStack):
                 f"({len(self.blocks)}), got {len(windows)}"
             )
         caches = []
+        parts: dict[int | None, ShardedGraph] = {}
         for place, (block, width) in enumerate(zip(self._stack(), windows, strict=True)):
             try:
                 made = block.init_cache(batch, width, dtype=dtype, device=device, rollback=rollback)
+                if shard is not None:
+                    made = cache_over_ranks(block.mixer, made, _shard_of(shard, width, parts))
             except ValueError as error:
                 raise ValueError(f"block {place}: {error}") from error
             caches.append(made)
@@ -235,7 +255,16 @@ class TokenModel(BlockStack):
                 "positions must be given with valid in a model with learned positions, because "
                 "padding on the left does not count, got None"
             )
-        x = self.embed_tokens(tokens, start=cache.position, positions=positions, valid=valid)
+        places, shard = positions, getattr(cache.layers[0], "shard", None)
+        if shard is not None and cache.position == 0:
+            if n != shard.num_targets:
+                raise ValueError(
+                    f"tokens must be the {shard.num_targets} tokens of the prompt on rank "
+                    f"{shard.rank} of {shard.ranks}, shard.split(prompt), in the first step of a "
+                    f"cache made with a shard, got {n}"
+                )
+            places = shard.positions if positions is None else positions
+        x = self.embed_tokens(tokens, start=cache.position, positions=places, valid=valid)
         if n == 1:  # as one token, for which blocks have the shortest way
             x, tokens = x.squeeze(-2), tokens.squeeze(-1)
             valid, positions = (None if t is None else t[..., 0] for t in (valid, positions))
@@ -356,3 +385,17 @@ def can_read_cheaply(tensor: Tensor) -> bool:
     """Whether a check may read values: not on a GPU, in torch.func or while tracing."""
     traced = torch.compiler.is_compiling() or torch._C._functorch.maybe_current_level() is not None
     return tensor.device.type == "cpu" and tensor.numel() > 0 and not traced
+
+
+def _shard_of(shard: Any, window: int | None, made: dict[int | None, ShardedGraph]) -> ShardedGraph:
+    """Return this rank's part of the graph that steps with a window are equal to."""
+    if not isinstance(shard, ShardedGraph) or not shard.whole.has_same_tokens:
+        raise ValueError(
+            "shard must be a ShardedGraph over the tokens of the prompt, from "
+            f"graphattn.distributed.shard, got {shard!r:.80}"
+        )
+    if window not in made:
+        N = shard.whole.num_targets
+        graph = causal_graph(N) if window is None else causal_window_graph(N, window)
+        made[window] = shard_like(shard, graph.to(shard.device))
+    return made[window]

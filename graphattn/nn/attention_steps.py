@@ -12,6 +12,7 @@ from graphattn.graphs.token_graph import TokenGraph
 from graphattn.nn.base.graph_layer import Rotations
 from graphattn.nn.base.overrides import is_as_shipped, overridden_kernel, overridden_rows
 from graphattn.nn.base.streaming import StreamingLayer
+from graphattn.nn.caches.divided_cache import DividedCache
 from graphattn.nn.caches.layer_cache import LayerCache
 from graphattn.ops.attention.logits.score import (
     DotProduct,
@@ -19,12 +20,14 @@ from graphattn.ops.attention.logits.score import (
     Score,
     capped,
 )
+from graphattn.ops.attention.merge import merged
 from graphattn.ops.attention.native.steps import CacheCall
 from graphattn.ops.attention.step.kernels import step_by_kernel, step_kernel
 from graphattn.ops.attention.step.pairs import attend_logits, pair_logits
 from graphattn.ops.backends import wanted_backend
-from graphattn.ops.inputs import ValidPair, compute_dtype
+from graphattn.ops.inputs import ValidPair, clear_invalid, compute_dtype
 from graphattn.ops.segments import share_beside_eps
+from graphattn.ops.top_k import order_of_selection
 
 
 class AttentionSteps(StreamingLayer):
@@ -118,6 +121,38 @@ class AttentionSteps(StreamingLayer):
             keep = keep.reshape(len(key), 1, n)
         out = self.fused_row(by_head, key.to(dtype), value.to(dtype), keep)
         return out.to(query.dtype).reshape(query.shape)
+
+    def may_divide_cache(self) -> bool:
+        return not (self.uses_propagate() or overridden_rows(self) or overridden_kernel(self))
+
+    def divided_row(
+        self, targets: tuple[Tensor, ...], mask: Tensor | None, cache: DividedCache
+    ) -> Tensor:
+        (query,) = targets
+        n = cache.held(cache.window)
+        stored = "value" if "value" in cache.fields else "key"
+        dtype = compute_dtype(query.dtype)
+        key, value = (cache.rows(name, n).to(dtype) for name in ("key", stored))
+        by_head = query.reshape(len(key), self.heads // self.kv_heads, self.head_dim).to(dtype)
+        logits = capped(self.row_logits(by_head, key), self.softcap)  # [B * Hk, g, n]
+        keep = cache.valid(n)
+        if keep is not None:
+            keep = keep[..., None, :].expand(*cache.batch, self.kv_heads, n)
+            logits = logits.masked_fill(~keep.reshape(len(key), 1, n), -torch.inf)
+            value = clear_invalid(value[..., None, :], keep.reshape(len(key), n))[..., 0, :]
+        if self.top_k is None:
+            parts = cache.gathered(torch.cat(average_of_row(logits, value), dim=-1))
+            out, lse = merged([x[..., :-1] for x in parts], [x[..., -1] for x in parts])
+        else:
+            logits, value = best_over_ranks(logits, value, self.top_k, cache)
+            out, lse = (x.squeeze(-2) for x in average_of_row(logits[..., None, :], value))
+            lse = lse[..., 0]
+        if self.eps > 0 or self.sink is not None:
+            lse = lse.reshape(-1, self.heads)
+            share = share_beside_eps(lse, self.eps, self.sink_logits(lse))
+            out = out * share.reshape(*out.shape[:2], 1)
+        out = out.to(query.dtype).reshape(query.shape)
+        return out if mask is None else clear_invalid(out, mask)
 
     def step_kernel(self, like: Tensor, cache_dtype: torch.dtype, window: int | None) -> str | None:
         options = cache_dtype, window, self.top_k, self.softcap
@@ -279,3 +314,45 @@ class AttentionSteps(StreamingLayer):
             share = share_beside_eps(lse, self.eps, self.sink_logits(lse))
             out = out * share.reshape(*out.shape[:3], 1)
         return out[:, :, 0]
+
+
+def average_of_row(logits: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Return averages [..., m, D] and log-sums [..., m, 1]; 0 and -inf where there is no source.
+
+    `logits` are [..., m, n], with -inf for no source, and `value` [..., n, D].
+    """
+    lse = logits.logsumexp(-1, keepdim=True)
+    nothing = lse == -torch.inf
+    weights = (logits - lse.masked_fill(nothing, 0)).exp()
+    return weights @ value, lse
+
+
+def best_over_ranks(
+    logits: Tensor, value: Tensor, k: int, cache: DividedCache
+) -> tuple[Tensor, Tensor]:
+    """Return the k largest logits of all ranks, [B, g, k], and their values, [B, g, k, D].
+
+    `logits` [B, g, n] and `value` [B, n, D] are those of this rank's newest tokens. Every rank
+    sends its k best. Of equal logits, that of the earlier token comes first.
+    """
+    B, groups, n = logits.shape
+    best = order_of_selection(logits)[..., :k]
+    places = cache.places(n)[best]
+    chosen = value[torch.arange(B, device=value.device)[:, None, None], best]
+    chosen = chosen.masked_fill((logits.gather(-1, best) == -torch.inf)[..., None], 0)
+    # The bits of a position travel as a number of the same size.
+    wide = torch.int64 if value.dtype == torch.float64 else torch.int32
+    bits = places.to(wide).view(value.dtype)
+    packed = torch.cat([logits.gather(-1, best)[..., None], bits[..., None], chosen], dim=-1)
+    missing = k - best.shape[-1]
+    if missing:
+        nothing = packed.new_zeros(B, groups, missing, packed.shape[-1])
+        nothing[..., 0] = -torch.inf
+        packed = torch.cat([packed, nothing], dim=-2)
+    packed = cache.gathered(packed).permute(1, 2, 0, 3, 4).flatten(2, 3)
+    logits, places = packed[..., 0], packed[..., 1].contiguous().view(wide)
+    in_order = places.argsort(dim=-1, stable=True)
+    best = in_order.gather(-1, order_of_selection(logits.gather(-1, in_order))[..., :k])
+    return logits.gather(-1, best), packed[..., 2:].gather(
+        2, best[..., None].expand(*best.shape, value.shape[-1])
+    )

@@ -293,6 +293,24 @@ def device_of(model: Any, *others: Any) -> torch.device:
     return next((other.device for other in others if other is not None), torch.device("cpu"))
 
 
+def guessed_here(model: Any, where: Tensor, batch: Batch) -> Tensor:
+    """Return the tokens of `where` at which this process guesses.
+
+    They are all of them, unless ranks divide the sequences (``context_parallel``): then an
+    objective whose outputs are one per token guesses at the tokens of its own rank.
+    """
+    if _keeps_rows(model, batch):
+        where = where & model.own_tokens(where.shape[-1]).to(where.device)
+    return where
+
+
+def _keeps_rows(model: Any, batch: Batch) -> bool:
+    """Whether outputs stay on the ranks that own the tokens; those of structures are gathered."""
+    reads = getattr(unwrapped(model), "structure", False) is True
+    in_space = reads and batch.get("structure") is not None
+    return hasattr(model, "own_tokens") and bool(model.training) and not in_space
+
+
 def outputs_at(
     model: nn.Module, tokens: Tensor, batch: Batch, where: Tensor, *, packed: bool = False
 ) -> Tensor:
@@ -301,8 +319,7 @@ def outputs_at(
     If `packed`, sequences of unequal lengths are packed for the call. For a model with source
     tracks, the outputs are those of the letters.
     """
-    outputs, is_packed = call(model, tokens, batch, packed=packed)
-    return _at(where, outputs, tokens, batch, is_packed)
+    return outputs_of_tracks(model, tokens, batch, {LETTERS: where}, packed=packed)[LETTERS]
 
 
 def outputs_of_tracks(
@@ -314,22 +331,24 @@ def outputs_of_tracks(
     packed: bool = False,
 ) -> dict[str, Tensor]:
     """Return a model's outputs for the n tokens of each source track that are True, [n, K]."""
-    outputs, is_packed = _call(model, tokens, batch, packed)
+    stays = _keeps_rows(model, batch)
+    outputs, is_packed = _call(model, tokens, batch, packed, **{"gathers": False} if stays else {})
     if missing := [name for name in where if name not in outputs]:
         raise ValueError(
             f"model must have the source track {missing[0]!r}, as ProteinModel(..., tracks=...) "
             f"has, got outputs for {', '.join(outputs)}"
         )
+    rows: Any = model.own_rows if stays else lambda where: where
     return {
-        name: _at(places, outputs[name], tokens, batch, is_packed) for name, places in where.items()
+        name: _at(rows(places), outputs[name], batch, is_packed) for name, places in where.items()
     }
 
 
-def _at(where: Tensor, outputs: Tensor, tokens: Tensor, batch: Batch, is_packed: bool) -> Tensor:
+def _at(where: Tensor, outputs: Tensor, batch: Batch, is_packed: bool) -> Tensor:
     if outputs.dim() != (2 if is_packed else 3):
         raise ValueError(
             "model must return a tensor [B, N, K] for tokens [B, N], with K numbers per token, "
-            f"got {list(outputs.shape)} for tokens {list(tokens.shape)}"
+            f"got {list(outputs.shape)} for tokens {list(where.shape)}"
         )
     return outputs[where[batch["valid"]] if is_packed else where]
 
@@ -367,7 +386,7 @@ def call(
 
 
 def _call(
-    model: nn.Module, tokens: Tensor, batch: Batch, packed: bool
+    model: nn.Module, tokens: Tensor, batch: Batch, packed: bool, **options: Any
 ) -> tuple[dict[str, Tensor], bool]:
     """Return a model's output for every source track, and whether its tokens are packed."""
     inside, valid = unwrapped(model), batch.get("valid")
@@ -388,7 +407,7 @@ def _call(
         given["context"] = _packed_context(inside, given["context"], valid)
         if given["structure"] is None:
             given["graph"] = packed_graphs(inside, valid.sum(-1).tolist())
-    outputs = model(tokens, **{k: v for k, v in given.items() if v is not None})
+    outputs = model(tokens, **{k: v for k, v in given.items() if v is not None}, **options)
     by_track = outputs if isinstance(outputs, dict) and LETTERS in outputs else {LETTERS: outputs}
     for output in by_track.values():
         if not isinstance(output, Tensor) or not output.is_floating_point():

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 from transformers import TrainerCallback
 
-from graphattn.train.batches import lengths_of
+from graphattn.train.batches import lengths_of, unwrapped
 from graphattn.train.layer_records import layer_state
 from graphattn.train.objectives.objective import Batch, Example, Objective
 from graphattn.train.runs.config import RunConfig
@@ -100,7 +100,7 @@ class LayerRecords(TrainerCallback):
     ) -> None:  # fmt: skip
         if state.global_step % self.config.record_every or not state.is_world_process_zero:
             return
-        model = getattr(model, "model", model)  # without the objective around it
+        model = unwrapped(getattr(model, "model", model))  # without the objective around it
         if self.probe is None:
             self.probe = send_to_device(self._batches(model), args.device)
         state_of_layers = layer_state(

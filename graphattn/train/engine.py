@@ -101,6 +101,7 @@ def fit(
     """
     _check(model, objective, config, train, validation)
     args = _arguments(config, evaluates=validation is not None)
+    group = _group_of_sequences(config, args)
     path = Path(config.out)
     with contextlib.ExitStack() as stack:
         with _first_alone(args):
@@ -116,7 +117,8 @@ def fit(
             if args.process_index == 0:
                 _open(path, config, tokenizer, getattr(train, "fingerprint", None), args)
         steps = checkpoints.complete_checkpoints(path)
-        return _train(model, objective, config, args, train, validation, callbacks, steps)
+        given = args, group, train, validation, callbacks, steps
+        return _train(model, objective, config, *given)
 
 
 def resume(
@@ -246,6 +248,22 @@ def _arguments(config: RunConfig, *, evaluates: bool) -> Any:
     return args
 
 
+def _group_of_sequences(config: RunConfig, args: Any) -> Any:
+    """Return the process group that divides every sequence; None if none is divided."""
+    cp = config.context_parallel
+    if args.world_size % cp:
+        raise ValueError(
+            "context_parallel must divide the number of processes, got "
+            f"{cp} and {args.world_size}: start the run by torchrun --nproc-per-node {cp}"
+        )
+    if cp == 1:
+        return None
+    mesh = torch.distributed.init_device_mesh(
+        args.device.type, (args.world_size // cp, cp), mesh_dim_names=("dp", "cp")
+    )
+    return mesh["cp"].get_group()
+
+
 @contextmanager
 def _first_alone(args: Any) -> Iterator[None]:
     """Run the first process alone while the others wait; if it fails, all fail."""
@@ -315,6 +333,7 @@ def _train(
     objective: Objective,
     config: RunConfig,
     args: Any,
+    group: Any,
     train: Sequence[Example],
     validation: Sequence[Example] | None,
     callbacks: Sequence[Any],
@@ -343,6 +362,7 @@ def _train(
         train,
         validation,
         start=start,
+        group=group,
         callbacks=[*recorders, *callbacks],
     )
     trainer.remove_callback(PrinterCallback)

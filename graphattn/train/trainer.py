@@ -21,14 +21,22 @@ from graphattn.data import TokenBatches
 from graphattn.nn.files import pretrained
 from graphattn.train.averaging import WeightAverage
 from graphattn.train.batches import EndlessBatches, TrainingLoader, lengths_of
-from graphattn.train.objectives.objective import Batch, Example, Loss, Objective
+from graphattn.train.objectives.objective import (
+    Batch,
+    Example,
+    Loss,
+    Objective,
+    evaluation_generator,
+)
 from graphattn.train.parameters import parameter_groups
 from graphattn.train.running_loss import RunningLoss
 from graphattn.train.runs import checkpoints
 from graphattn.train.runs import folder as run_folder
 from graphattn.train.runs.config import RunConfig
+from graphattn.train.runs.divided import Divided
 from graphattn.train.runs.records import append_row, replace_text, sync
 
+SEED_OF_BATCHES = 2**32  # evaluations draw from smaller seeds
 SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
 
 
@@ -112,8 +120,8 @@ class Learner(nn.Module):
         super().__init__()
         self.model, self.objective = model, objective
 
-    def forward(self, batch: Batch) -> tuple[Tensor, int]:
-        loss = self.objective.loss(self.model, batch)
+    def forward(self, batch: Batch, generator: torch.Generator | None = None) -> tuple[Tensor, int]:
+        loss = self.objective.loss(self.model, batch, generator)
         if not isinstance(loss, Loss):
             raise ValueError(
                 f"{type(self.objective).__name__}.loss must return a graphattn.train.Loss(total, "
@@ -137,6 +145,7 @@ class GraphTrainer(Trainer):
         args: from :func:`training_arguments`.
         train, validation: sequences of examples.
         start: the step of the checkpoint from which the run continues.
+        group: the process group that divides every sequence; None with ``context_parallel=1``.
         callbacks: transformers' TrainerCallback.
 
     Example:
@@ -158,9 +167,15 @@ class GraphTrainer(Trainer):
         validation: Sequence[Example] | None = None,
         *,
         start: int = 0,
+        group: Any = None,
         callbacks: Sequence[TrainerCallback] = (),
     ) -> None:
-        self.objective, self.config, self.start = objective, config, start
+        self.objective, self.config, self.start, self.group = objective, config, start, group
+        # Processes of one group train on the same batches.
+        self.groups = args.world_size // config.context_parallel
+        self.place = args.process_index // config.context_parallel
+        self.batches_done = start * config.accumulate  # of this group
+        self.divided: dict[nn.Module, Divided] = {}
         self.folder = Path(config.out)
         self.running = RunningLoss()
         most = config.batch_tokens
@@ -170,7 +185,7 @@ class GraphTrainer(Trainer):
             self._validation_lengths = lengths_of(validation, model, most, "validation")
         self.learned = model
         super().__init__(
-            model=Learner(model, objective),
+            model=Learner(self._divided(model), objective),
             args=args,
             train_dataset=train,
             eval_dataset=validation,
@@ -180,6 +195,13 @@ class GraphTrainer(Trainer):
         # The Trainer has moved the model to its device before it is copied.
         self.average = WeightAverage(model, config.ema_decay) if config.ema_decay else None
 
+    def _divided(self, model: nn.Module) -> nn.Module:
+        if self.group is None:
+            return model
+        if model not in self.divided:  # it keeps the divided graphs
+            self.divided[model] = Divided(model, self.group)
+        return self.divided[model]
+
     @property
     def evaluated(self) -> nn.Module:
         """Return the model that is evaluated and saved: the average of the weights, if any."""
@@ -188,11 +210,10 @@ class GraphTrainer(Trainer):
     # Batches.
 
     def get_train_dataloader(self) -> TrainingLoader:
-        processes = self.args.world_size
-        done = self.start * self.config.accumulate * processes
+        done = self.start * self.config.accumulate * self.groups
         return TrainingLoader(
             self.train_dataset,
-            batch_sampler=EndlessBatches(self.batches, done, self.args.process_index, processes),
+            batch_sampler=EndlessBatches(self.batches, done, self.place, self.groups),
             collate_fn=self.data_collator,
             num_workers=self.args.dataloader_num_workers,
             pin_memory=self.args.dataloader_pin_memory,
@@ -233,7 +254,15 @@ class GraphTrainer(Trainer):
     ) -> Tensor:
         """Run one batch forward and backward; after the last of a step, scale the gradients."""
         model.train()
-        total, count = model(self._prepare_inputs(inputs))
+        inputs = self._prepare_inputs(inputs)
+        generator = None
+        if self.group is not None:
+            # All processes of a group draw the same masks. The numbers depend on the batch alone,
+            # so a continued run draws them, too, with any number of processes.
+            number = self.batches_done * self.groups + self.place
+            generator = evaluation_generator(inputs, number, self.config.seed + SEED_OF_BATCHES)
+        self.batches_done += 1
+        total, count = model(inputs, generator)
         # The number of guesses of all batches is known only at the end. Until then, sums are
         # divided by the same approximate number, because they would overflow in half precision.
         self.accelerator.backward(total / self.config.batch_tokens)
@@ -269,7 +298,8 @@ class GraphTrainer(Trainer):
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         batches = map(self._prepare_inputs, self.batches_of(dataset))
         with self.accelerator.autocast():
-            numbers = self.objective.evaluate(self.evaluated, batches, seed=self.config.seed)
+            model = self._divided(self.evaluated)
+            numbers = self.objective.evaluate(model, batches, seed=self.config.seed)
         if "loss" not in numbers:  # the best checkpoint is the one with the lowest loss
             raise ValueError(
                 f"objective must report a 'loss', got {sorted(numbers)} from a "
@@ -287,7 +317,7 @@ class GraphTrainer(Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Write a row of the log, and report it to the services."""
-        batches_per_step = self.config.accumulate * self.args.world_size
+        batches_per_step = self.config.accumulate * self.groups
         self.state.epoch = self.state.global_step * batches_per_step / max(len(self.batches), 1)
         row: dict[str, Any] = {"step": self.state.global_step}
         if "loss" in logs:

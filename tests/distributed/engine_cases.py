@@ -190,8 +190,12 @@ def proteins_compute_over_shards_what_they_compute_over_graphs(ranks: Mesh) -> N
     )
     expected = model(tokens, structure=structure, graph=graph)
     torch.testing.assert_close(shard.gather(actual), expected, rtol=0, atol=1e-6)  # of float32
-    with pytest.raises(ValueError, match="structure must be None"):
-        model(tokens_of_rank, shard, structure=structure)
+    shards = [ranks.shard(one) for one in model.graphs(structure=structure)]
+    actual = model(shards[0].split(tokens), shards, structure=structure)
+    expected = model(tokens, structure=structure)
+    torch.testing.assert_close(shard.gather(actual), expected, rtol=0, atol=1e-6)  # of float32
+    with pytest.raises(ValueError, match=f"structure must have the {N} residues of all ranks"):
+        model(tokens_of_rank, shard, structure=ga.data.Structure("GW", places[:2]))
     codes = torch.randint(-1, 7, (2, N), generator=draws(2))  # -1 is unknown
     model = ga.models.ProteinModel(16, depth=2, heads=4, tracks={"shape": 7})
     graph = model.graphs(N)

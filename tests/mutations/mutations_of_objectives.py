@@ -112,8 +112,8 @@ MUTATIONS = [
     Mutation(
         "a token of a padded batch is guessed where it is read",
         "graphattn/train/objectives/causal.py",
-        "is_guessed.roll(-1, 1)",
-        "is_guessed",
+        "before.roll(1, 1)",
+        "before",
         (f"{CAUSAL}::test_the_loss_is_that_of_a_plain_loop_over_pairs",),
     ),
     Mutation(
@@ -207,8 +207,8 @@ MUTATIONS = [
     Mutation(
         "tokens of the first class are missing",
         "graphattn/train/objectives/classification.py",
-        "where = labels >= 0",
-        "where = labels > 0",
+        "guessed_here(model, labels >= 0, batch)",
+        "guessed_here(model, labels > 0, batch)",
         (f"{CLASSES}::test_classes_of_tokens_are_counted_where_they_are_known[False]",),
     ),
     Mutation(

@@ -32,8 +32,8 @@ MUTATIONS = [
     Mutation(
         "validation is of the weights, not of their average",
         "graphattn/train/trainer.py",
-        "self.objective.evaluate(self.evaluated, batches",
-        "self.objective.evaluate(self.learned, batches",
+        "model = self._divided(self.evaluated)",
+        "model = self._divided(self.learned)",
         (f"{AVERAGES}::test_a_run_saves_and_evaluates_the_averages_of_a_plain_loop",),
     ),
     Mutation(
@@ -167,8 +167,8 @@ MUTATIONS = [
     Mutation(
         "a continued run sees again what it has seen",
         "graphattn/train/trainer.py",
-        "done = self.start * self.config.accumulate * processes",
-        "done = self.start * processes",
+        "done = self.start * self.config.accumulate * self.groups",
+        "done = self.start * self.groups",
         (f"{FOLDERS}::test_a_run_that_was_interrupted_ends_as_if_undisturbed",),
     ),
     Mutation(
@@ -342,9 +342,9 @@ MUTATIONS = [
     Mutation(
         "a run goes on in another number of processes",
         "graphattn/train/runs/folder.py",
-        "if before != processes:",
+        "if batches[0] != batches[1]:",
         "if False:",
-        (f"{PROCESSES}::test_a_run_of_two_processes_is_not_gone_on_with_by_one",),
+        (f"{PROCESSES}::test_a_run_is_gone_on_with_by_as_many_processes_as_have_its_batches",),
     ),
     Mutation(
         "a run that is over never goes on",

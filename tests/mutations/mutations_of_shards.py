@@ -15,6 +15,10 @@ PLANS = "tests/distributed/test_plans.py"
 STATES = "tests/distributed/test_states.py"
 NEIGHBORS = "tests/distributed/test_neighbors.py"
 NEAREST = f"{NEIGHBORS}::test_edges_outputs_and_gradients_equal_those_of_one_process"
+DIVIDED = "tests/distributed/test_divided.py"
+OBJECTIVES = f"{DIVIDED}::test_objectives_over_divided_sequences_are_those_of_one_process[2]"
+GENERATION = "tests/distributed/test_generation.py"
+TEXTS = f"{GENERATION}::test_texts_after_a_divided_prompt_are_those_of_one_process[2]"
 
 MUTATIONS = [
     Mutation(
@@ -219,5 +223,68 @@ MUTATIONS = [
         "    order = (stop - start).argsort(stable=True)",
         "    order = torch.arange(len(start)).flip(0)",
         (f"{PLANS}::test_targets_inside_are_the_longest_runs_that_see_no_other_rank[edges-False]",),
+    ),
+    Mutation(
+        "every rank guesses at all tokens",
+        "graphattn/train/batches.py",
+        "where = where & model.own_tokens(",
+        "where = where | model.own_tokens(",
+        (OBJECTIVES, f"{DIVIDED}::test_a_rank_guesses_at_its_own_tokens_only"),
+    ),
+    Mutation(
+        "the gradient of gathered outputs is that of one rank's share",
+        "graphattn/train/runs/divided.py",
+        "same_loss_on_all_ranks(part.gather(x, dim=-2), part.ranks)",
+        "part.gather(x, dim=-2)",
+        (OBJECTIVES,),
+    ),
+    Mutation(
+        "padding of a short sequence is real",
+        "graphattn/train/runs/divided.py",
+        'given.setdefault("valid", torch.ones_like(tokens, dtype=torch.bool))',
+        "pass",
+        (OBJECTIVES,),
+    ),
+    Mutation(
+        "ranks may guess at different masks",
+        "graphattn/train/runs/divided.py",
+        "        self._agree_on(tokens)\n",
+        "",
+        (f"{DIVIDED}::test_masks_that_differ_between_ranks_are_an_error",),
+    ),
+    Mutation(
+        "distances are those of residues that a rank owns",
+        "graphattn/models/proteins/residue_edges.py",
+        "joined[name] = torch.cat([x, of_source], dim)",
+        "joined[name] = torch.cat([x, torch.zeros_like(of_source)], dim)",
+        (OBJECTIVES,),
+    ),
+    Mutation(
+        "every rank stores every new token",
+        "graphattn/nn/caches/divided_cache.py",
+        "        if place % self.shard.ranks == self.shard.rank:",
+        "        if True:",
+        (TEXTS,),
+    ),
+    Mutation(
+        "a token is taken back on all ranks at once",
+        "graphattn/nn/caches/divided_cache.py",
+        "self.end = end - (self._owned_before(before) - self._owned_before(self.position))",
+        "pass",
+        (TEXTS,),
+    ),
+    Mutation(
+        "of equal logits of several ranks, the first rank's are selected",
+        "graphattn/nn/attention_steps.py",
+        "in_order = places.argsort(dim=-1, stable=True)",
+        "in_order = torch.arange(places.shape[-1]).expand_as(places)",
+        (f"{GENERATION}::test_equal_logits_of_several_ranks_select_the_earlier_token",),
+    ),
+    Mutation(
+        "running sums after a prompt are those of one rank",
+        "graphattn/nn/caches/divided_cache.py",
+        "torch.distributed.all_reduce(x, group=shard.group)",
+        "pass",
+        (TEXTS,),
     ),
 ]

@@ -36,13 +36,16 @@ def test_two_processes_take_the_steps_that_one_takes_with_twice_the_batches(serv
     check_is_one_run(alone, together)
 
 
-def test_a_run_of_two_processes_is_not_gone_on_with_by_one(tmp_path):
+def test_a_run_is_gone_on_with_by_as_many_processes_as_have_its_batches(tmp_path):
     config = tiny_runs.config(tmp_path)
     config.save(tmp_path / "config.yaml")
     run_folder.write_state(tmp_path, processes=2)
     run_folder.check_config(tmp_path, config, 2)
-    with pytest.raises(ValueError, match=r"same number of processes.* has 2, got"):
+    with pytest.raises(ValueError, match=r"as many batches per step.* has 4 .*, got 2"):
         run_folder.check_config(tmp_path, config, 1)
+    run_folder.check_config(tmp_path, config.replace(accumulate=4), 1)  # the same batches
+    run_folder.check_config(tmp_path, config.replace(context_parallel=3), 6)
+    run_folder.check_config(tmp_path, config.replace(context_parallel=2, accumulate=1), 8)
 
 
 @pytest.mark.long

@@ -81,9 +81,9 @@ def test_steps_may_grow_and_a_run_that_is_over_is_returned_as_it_is(tmp_path):
 def test_a_folder_of_another_config_is_refused_by_the_names_that_differ(tmp_path):
     before = tiny_runs.train(tmp_path / "run", steps=4)
     with pytest.raises(
-        ValueError, match=r"out must be .* accumulate was 2, is now 1; lr was 0.01"
+        ValueError, match=r"out must be .* batch_tokens was 48, is now 96; lr was 0.01"
     ) as caught:
-        tiny_runs.train(tmp_path / "run", steps=4, accumulate=1, lr=0.5)
+        tiny_runs.train(tmp_path / "run", steps=4, batch_tokens=96, lr=0.5)
     assert "seed" not in str(caught.value)
     with pytest.raises(ValueError, match="steps was 4, is now 3"):
         tiny_runs.train(tmp_path / "run", steps=3)

@@ -113,6 +113,19 @@ def train(out: str | Path, *, callbacks: Sequence[Any] = (), **changes: Any) -> 
     )
 
 
+def divided_run(kind: str, dropout: float) -> tuple[nn.Module, Objective]:
+    """A model in float64 and an objective for runs whose sequences are divided among processes."""
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"depth": 2, "heads": 2, "dropout": dropout}
+    if kind == "causal":  # a window and a ring; the first block also has learned positions
+        made = ga.models.CausalLM(
+            VOCABULARY + 1, 8, window=[3, None], positions="learned", num_positions=16, **options
+        )
+        return made.double(), ga.train.NextToken()
+    encoder = ga.models.SequenceEncoder(VOCABULARY + 1, 8, mixer="mix", **options)
+    return encoder.double(), ga.train.MaskedTokens(VOCABULARY, "linear", weight="1/ratio")
+
+
 def results(folder: Path) -> dict[str, bytes]:
     """Collect the bytes that a run must end with, whatever happened on the way."""
     kept = sorted((folder / "checkpoints").glob("step-*"))
@@ -171,6 +184,12 @@ def serve() -> None:
     print("ready", flush=True)
     for line in sys.stdin:
         given = json.loads(line)
+        if "restarts" in given:
+            pid = os.fork()
+            if not pid:
+                launch(**given)
+            print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+            continue
         processes, after = given.pop("processes", 1), given.pop("after", None)
         port = str(_free_port())
         pids = [_fork(rank, processes, port, given) for rank in range(processes)]
@@ -183,6 +202,49 @@ def serve() -> None:
     os._exit(0)  # without the complaints of extensions that were loaded
 
 
+def launch(restarts: int, processes: int, kills: list[dict[str, int]], **given: Any) -> None:
+    """Start a run as torchrun --max-restarts does, with its agent, but workers that are forks.
+
+    kills: for every start, the "rank" that dies, and "event" or "after" as in :func:`_fork`. The
+    file FOLDER.starts gets a line per start.
+    """
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    # Otherwise a start may read the addresses of the last one's processes (pytorch issue 135712).
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=processes,
+        run_id=str(os.getpid()),
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        max_restarts=restarts,
+        monitor_interval=0.02,
+        start_method="fork",
+    )
+    try:
+        elastic_launch(config, restarted)(kills, given)
+    except BaseException as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        os._exit(1)
+    os._exit(0)
+
+
+def restarted(kills: list[dict[str, int]], given: dict[str, Any]) -> None:
+    """Train in a process of the agent, which one of these starts will not survive."""
+    rank, count = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    kill = kills[count] if count < len(kills) else {"rank": -1}
+    if rank == 0:
+        with open(f"{given['folder']}.starts", "a", encoding="utf-8") as file:
+            file.write(f"{count}\n")
+    if rank != kill["rank"]:
+        kill = {}
+    if "after" in kill:
+        signal.setitimer(signal.ITIMER_REAL, kill["after"] / 1000)  # SIGALRM ends a process
+    train_as_told(rank, event=kill.get("event", 0), **given)
+
+
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -193,9 +255,9 @@ def _free_port() -> int:
 def _fork(rank: int, processes: int, port: str, given: dict[str, Any]) -> int:
     """A process that trains.
 
-    given: "event" kills it at the n-th time that a file is opened, renamed or removed in the
-    folder; "interrupt" sends it a signal when a step ends; "certain" has no random numbers; the
-    rest is of the config.
+    given: "divided" names a run of :func:`divided_run`; "event" kills it at the n-th time that a
+    file is opened, renamed or removed in the folder; "interrupt" sends it a signal when a step
+    ends; "certain" has no random numbers; the rest is of the config.
     """
     pid = os.fork()
     if pid:
@@ -218,6 +280,8 @@ def train_as_told(
     event: int = 0,
     interrupt: int = 0,
     certain: bool = False,
+    divided: str = "",
+    dropout: float = 0.0,
     **changes: Any,
 ) -> None:
     from transformers import TrainerCallback
@@ -241,7 +305,11 @@ def train_as_told(
 
     if event:
         sys.addaudithook(count)
-    if certain:
+    if divided:
+        learner, objective = divided_run(divided, dropout)
+        data = examples(), examples(9, 1)
+        fit(learner, objective, config(folder, **changes), *data, callbacks=[Interrupt()])
+    elif certain:
         fit(model(dropout=0.0), Certain(), config(folder, **changes), examples())
     else:
         train(folder, callbacks=[Interrupt()], **changes)

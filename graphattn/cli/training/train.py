@@ -23,7 +23,11 @@ from graphattn.train.runs.config import FREE
 from graphattn.train.runs.setup import cut_records, is_of_records
 
 DONE, FAILED, BAD_INPUT, DIVERGED, INTERRUPTED = 0, 1, 2, 3, 130
-MAY_CHANGE = ("steps", *(name for name in FREE if name != "out"))  # when a run is continued
+MAY_CHANGE = (
+    "steps",
+    "accumulate",
+    *(name for name in FREE if name != "out"),
+)  # when a run is continued
 
 
 def run_train(

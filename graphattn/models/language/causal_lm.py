@@ -376,6 +376,7 @@ class CausalLM(TiedModel):
         progress: Progress | None = None,
         draft: CausalLM | None = None,
         draft_tokens: int = 4,
+        shard: ShardedGraph | None = None,
     ) -> Tensor:
         """Continue prompts; return the prompts with their continuations, [*, N + new].
 
@@ -410,6 +411,10 @@ class CausalLM(TiedModel):
                 method ``update`` of some progress bars returns True: wrap it in a function.)
             draft: a :class:`CausalLM` with the same vocabulary that writes tokens in advance.
             draft_tokens: how many tokens the draft writes in advance, at least 1.
+            shard: this rank's part of a graph over the prompt, for a prompt whose keys and values
+                are too many for one rank (:func:`graphattn.distributed.shard`, see
+                :meth:`init_cache`). Every rank calls with the same arguments and all tokens, and
+                gets the same texts. The first rank draws the tokens. It excludes a draft.
 
         Returns:
             Integers [*, N + n], n <= max_new_tokens, with the prompts and their padding unchanged.
@@ -444,6 +449,7 @@ class CausalLM(TiedModel):
             progress=progress,
             draft=draft,
             draft_tokens=draft_tokens,
+            shard=shard,
         )
 
 

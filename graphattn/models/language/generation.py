@@ -8,9 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphattn.distributed.exchange import of_first_rank
+from graphattn.distributed.sharded_graph import ShardedGraph
 from graphattn.graphs.arguments import as_int
 from graphattn.models.language.sampling import Sampling, draw
 from graphattn.models.token_model import TokenModel
+from graphattn.nn.caches.divided_cache import newest_rows
 from graphattn.ops.inputs import check_valid
 
 Stop = int | Sequence[int | Sequence[int]] | None
@@ -75,13 +78,20 @@ class Reader:
         text: the text that it reads.
         valid: bool [*, N], where the prompts are real.
         rollback: how many of the newest tokens can be removed again.
+        shard: this rank's part of a graph over the prompts, if ranks divide them.
     """
 
     def __init__(
-        self, model: TokenModel, text: GrowingText, valid: Tensor | None, rollback: int = 0
+        self,
+        model: TokenModel,
+        text: GrowingText,
+        valid: Tensor | None,
+        rollback: int = 0,
+        shard: ShardedGraph | None = None,
     ) -> None:
         self.model, self.text, self.valid, self.positions = model, text, None, None
-        self.cache = model.init_cache(tuple(text.batch), rollback=rollback)
+        self.cache = model.init_cache(tuple(text.batch), rollback=rollback, shard=shard)
+        self.shard = shard
         # Steps without checks; but `progress` may change the model between two steps.
         is_plain = valid is None and text.progress is None
         self.runs = model._runs(self.cache) if is_plain else None
@@ -107,7 +117,16 @@ class Reader:
             given["positions"] = self.positions[..., here]
             if here.start < self.text.start:
                 given["valid"] = self.valid[..., here]
-        x = self.model.encode_step(self.text.tokens[..., here], self.cache, **given)
+        tokens = self.text.tokens[..., here]
+        if self.shard is not None and here.start == 0:  # the prompt, of which one token counts
+            part = self.shard
+            given = {name: part.split(x, dim=-1) for name, x in given.items()}
+            x = self.model.encode_step(part.split(tokens), self.cache, **given)
+            x = newest_rows(part, x, 1, -2)
+            if self.valid is None and self.text.progress is None:
+                self.runs = self.model._runs(self.cache)
+        else:
+            x = self.model.encode_step(tokens, self.cache, **given)
         return self.model._apply_head(x[..., -keep:, :])
 
     def forget(self, length: int) -> None:
@@ -131,6 +150,7 @@ def generate(
     progress: Progress | None,
     draft: TokenModel | None,
     draft_tokens: int,
+    shard: ShardedGraph | None,
 ) -> Tensor:
     """Generate text; see :meth:`CausalLM.generate`."""
     sampling = Sampling.checked(temperature, top_k, top_p)
@@ -155,15 +175,18 @@ def generate(
             # The last token is written and not read.
             reader_of_text.check_length(tokens.shape[-1] - padding + count - 1)
     text = GrowingText(tokens, count, _stops(stop, model.vocab_size), progress)
+    if shard is not None:
+        _check_shard(shard, tokens, draft)
     if draft is not None:
         _check_draft(draft, model)
         if not text.is_over:
             _write_with_draft(model, draft, text, sampling, generator, valid, ahead)
     elif not text.is_over:
-        reader = Reader(model, text, valid)
+        reader = Reader(model, text, valid, shard=shard)
         while not text.is_over:
             logits = reader.read(text.length)[..., -1, :]
-            text.append(sampling.choose(logits, generator))
+            newest = sampling.choose(logits, generator)
+            text.append(newest if shard is None else of_first_rank(newest, shard.group))
     return text.written.clone()
 
 
@@ -281,4 +304,18 @@ def _check_draft(draft: TokenModel, model: TokenModel) -> None:
         raise ValueError(
             f"draft must be on the device of the model, {model.embedding.weight.device}, got "
             f"{draft.embedding.weight.device}"
+        )
+
+
+def _check_shard(shard: Any, tokens: Tensor, draft: Any) -> None:
+    if draft is not None:
+        raise ValueError(
+            "draft must be None with shard, because ranks would have to agree on every guess, got "
+            f"{draft!r:.80}"
+        )
+    N = tokens.shape[-1]
+    if isinstance(shard, ShardedGraph) and shard.whole.num_targets != N:
+        raise ValueError(
+            f"shard must be of a graph over the {N} tokens of the prompts, got one over "
+            f"{shard.whole.num_targets}: every rank gives all tokens"
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -158,16 +158,21 @@ def graph_of_track(
     return batch([bipartite_window_graph(size, window) for size in sizes])
 
 
-def _check_shards(graph: Any, structure: Any) -> None:
-    """Refuse a structure if the residues are divided among ranks: it belongs to all of them."""
+def _shard_of(graph: Any) -> ShardedGraph | None:
+    """Return a part of one rank among the graphs of a call, if the residues are divided."""
     one = graph[0] if isinstance(graph, list | tuple) and graph else graph
-    if structure is not None and isinstance(one, ShardedGraph):
+    return one if isinstance(one, ShardedGraph) else None
+
+
+def _of_rank(shard: ShardedGraph, residues: Residues) -> Residues:
+    """Return a rank's part of the residues of all ranks."""
+    count = len(residues.positions) if residues.positions is not None else 0
+    if count != shard.whole.num_targets:
         raise ValueError(
-            f"structure must be None if graph is a ShardedGraph, got {type(structure).__name__}: "
-            "compute structure.edge_features(graph) for the whole graph, and pass "
-            "edge_features=shard.split(features, of='edges') and "
-            "positions=shard.split(structure.positions)"
+            f"structure must have the {shard.whole.num_targets} residues of all ranks, whose graph "
+            f"is divided, got {count}"
         )
+    return Residues(*(shard.split(x, dim=0) for x in residues))
 
 
 class ProteinCall(NamedTuple):
@@ -247,7 +252,7 @@ class ProteinCalls(ProteinScores):
                     "edge_features must be None in a model made with structure=False, got "
                     f"{type(edge_features).__name__}"
                 )
-        _check_shards(graph, structure)
+        shard = _shard_of(graph)
         layout: ProteinLayout | None = None
         rows: tuple[int, ...] = ()
         shape = tuple(tokens.shape) if isinstance(tokens, Tensor) else ()
@@ -257,7 +262,10 @@ class ProteinCalls(ProteinScores):
                     "positions must be None if structure is given, which has its own, got "
                     f"{type(positions).__name__}"
                 )
-            layout, graph = self._in_space(structure, tokens, graph)
+            # With parts of one rank, the structure is that of all ranks.
+            layout, graph = self._in_space(structure, None if shard else tokens, graph)
+            if shard is not None:
+                layout = replace(layout, residues=_of_rank(shard, layout.residues))
             if layout.valid is not None:  # the contents of padding have no effect
                 tokens = tokens.masked_fill(~layout.valid, 0)
         tokens = self._readable(tokens, valid)

@@ -84,7 +84,7 @@ class ProteinModel(ProteinCalls):
         - **graph**: one TokenGraph for all blocks, or one per block (a sequence of `depth`),
           instead of the graphs above; for packed proteins use :func:`~graphattn.batch`. With parts
           of one rank (:func:`graphattn.distributed.shard`), all arguments and the output are of its
-          tokens, and features of edges are given instead of a structure
+          tokens, except for the structure, which is that of all ranks
         - **structure**: a Structure of N residues, the same for every sequence; or a list, packed
           in tokens [N], or one per row of tokens [B, N], padded at the end (keyword)
         - **valid**: bool [N] or [*, N], True where a token is real (keyword)

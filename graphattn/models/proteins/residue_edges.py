@@ -65,7 +65,9 @@ class ResidueEdges:
         ``shard.graph``.
         """
         if isinstance(graph, ShardedGraph):
-            edges, places = _ends_of_shard(graph, residues.positions)
+            edges, residues = _ends_of_shard(graph, residues)
+            assert residues.positions is not None
+            places = residues.positions
         else:
             edges = graph.edge_index
             places = graph.positions if residues.positions is None else residues.positions
@@ -104,13 +106,19 @@ class ResidueEdges:
         return torch.cat([along.new_zeros(len(offset), self.num_distances), along], -1)
 
 
-def _ends_of_shard(shard: ShardedGraph, positions: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the edges of one rank, among its targets and then their sources, with positions."""
+def _ends_of_shard(shard: ShardedGraph, residues: Residues) -> tuple[Tensor, Residues]:
+    """Return the edges of one rank, among its targets and then their sources, and these residues.
+
+    `residues` are those of this rank.
+    """
     local = shard.graph
-    of_target, of_source = local.positions, local.source_positions
-    if positions is not None:
-        of_target = positions
-        (of_source,) = shard.by_targets.exchange(positions, dims=[-1])
+    joined: dict[str, Tensor] = {}
+    if residues.positions is None:
+        joined["positions"] = torch.cat([local.positions, local.source_positions], -1)
+    for name, x in residues._asdict().items():
+        if x is not None:
+            dim = -2 if name == "ca_positions" else -1
+            (of_source,) = shard.by_targets.exchange(x, dims=[dim])
+            joined[name] = torch.cat([x, of_source], dim)
     source, target = local.edge_index
-    edges = torch.stack([source + local.num_targets, target])
-    return edges, torch.cat([of_target, of_source], -1)
+    return torch.stack([source + local.num_targets, target]), Residues(**joined)

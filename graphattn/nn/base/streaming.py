@@ -17,6 +17,7 @@ from graphattn.graphs.token_graph import TokenGraph
 from graphattn.near_names import explained
 from graphattn.nn.base.graph_layer import GraphLayer, Rotations
 from graphattn.nn.base.overrides import is_as_shipped, names_of, overridden_forward
+from graphattn.nn.caches.divided_cache import DividedCache, append_prompt
 from graphattn.nn.caches.layer_cache import LayerCache
 from graphattn.nn.rotary import check_positions
 from graphattn.ops.backends import may_repeat_step
@@ -44,6 +45,16 @@ class StreamingLayer(GraphLayer):
 
     def step_row(self, targets: tuple[Tensor, ...], cache: LayerCache) -> Tensor:
         """The row of the newest token in the cache, over its last window, [*, 1, H, D]."""
+        raise NotImplementedError
+
+    def may_divide_cache(self) -> bool:
+        """Whether :meth:`divided_row` merges what ranks compute over their own tokens."""
+        return False
+
+    def divided_row(
+        self, targets: tuple[Tensor, ...], mask: Tensor | None, cache: DividedCache
+    ) -> Tensor:
+        """:meth:`step_row` over the tokens of all ranks, if `mask` says that the token is real."""
         raise NotImplementedError
 
     def step_kernel(self, like: Tensor, cache_dtype: torch.dtype, window: int | None) -> str | None:
@@ -253,6 +264,9 @@ class StreamingLayer(GraphLayer):
             x = x.masked_fill(~mask[..., None], 0)
         if single and isinstance(positions, Tensor):
             positions = positions.unsqueeze(-1)
+        if cache.shard is not None and cache.position == 0:
+            y = self._read_prompt(x, cache, mask, positions, tokens)
+            return y.squeeze(-2) if single else y
         rotations = self._step_rotations(x, cache, positions)
         targets, sources = self.project_step(x, rotations)
         if tokens is not None or self.embeds_values:
@@ -324,6 +338,32 @@ class StreamingLayer(GraphLayer):
             rotation = self.rotary.rotation(positions.to(x.device), x.dtype)
         return rotation, rotation
 
+    def _read_prompt(
+        self, x: Tensor, cache: LayerCache, mask: Tensor | None, positions: Any, tokens: Any
+    ) -> Tensor:
+        """The outputs of this rank's part of a prompt, by `forward` over its shard."""
+        shard = cache.shard
+        if x.shape[-2] != shard.num_targets:
+            raise ValueError(
+                f"x must be the {shard.num_targets} tokens of the prompt on rank {shard.rank} of "
+                f"{shard.ranks}, because the cache was made with a shard and is empty, got shape "
+                f"{list(x.shape)}"
+            )
+        of_values = {} if tokens is None else {"tokens": tokens}
+        had: bool = self.training
+        self.training = False  # a step has no dropout
+        try:
+            y: Tensor = self(x, shard, valid=mask, positions=positions, **of_values)
+        finally:
+            self.training = had
+        places = shard.positions if positions is None else positions
+        _, sources = self.project_step(x, self._step_rotations(x, cache, places))
+        if tokens is not None or self.embeds_values:
+            values = self.with_embedding(sources.get("value", x), x, tokens, mask)
+            sources = {**sources, "value": values}
+        append_prompt(cache, sources, mask)
+        return y
+
     def _mix_step(
         self,
         targets: tuple[Tensor, ...],
@@ -337,7 +377,7 @@ class StreamingLayer(GraphLayer):
         if n == 1:
             return self._mix_one(targets, sources, mask, cache)
         # One by one, no cached token is copied. All at once is faster if many tokens are new.
-        if 4 * n > before:
+        if 4 * n > before and not isinstance(cache, DividedCache):
             mixed = self._prefill(targets, sources, mask, cache, before)
             cache.append(sources, mask)
             return mixed
@@ -361,6 +401,9 @@ class StreamingLayer(GraphLayer):
         cache: LayerCache,
     ) -> Tensor:
         """Compute the row of one new token, [*, 1, H, D], and add the token to the cache."""
+        if isinstance(cache, DividedCache):
+            cache.append(sources, mask)
+            return self.divided_row(targets, mask, cache)
         if self.step_kernel(targets[0], cache.dtype, cache.window) is not None:
             return self.kernel_row(targets, sources, mask, cache)
         cache.append(sources, mask)

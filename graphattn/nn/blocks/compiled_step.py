@@ -59,6 +59,8 @@ class BlockRun:
         mixer = block.mixer
         if not isinstance(mixer, AttentionSteps) or type(cache) is not LayerCache:
             raise UnknownModuleError
+        if cache.shard is not None and cache.position == 0:  # a part of a prompt comes first
+            raise UnknownModuleError
         if not all(is_ours(getattr(mixer, name)) for name in SHORTENED):
             raise UnknownModuleError
         if not is_readable(x) or not mixer.may_take_step(x, cache):

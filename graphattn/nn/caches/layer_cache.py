@@ -64,6 +64,8 @@ class LayerCache:
         LayerCache(GaussianKernelAttention, batch=[2], window=8, position=100, 3072 bytes)
     """
 
+    shard: Any = None  # this rank's part of a prompt that ranks divide, which the first step reads
+
     def __init__(
         self,
         owner: tuple[str, torch.dtype],
@@ -134,9 +136,13 @@ class LayerCache:
 
     def append(self, tokens: dict[str, Tensor], valid: Tensor | None) -> None:
         """Add n tokens, [*, n, heads, width], and their mask `valid`, [*, n]."""
-        n = next(iter(tokens.values())).shape[-3]
-        num_kept = self.advance(n, masked=valid is not None)
+        self.append_newest(tokens, valid, next(iter(tokens.values())).shape[-3])
+
+    def append_newest(self, tokens: dict[str, Tensor], valid: Tensor | None, num_seen: int) -> None:
+        """Add `num_seen` tokens, given the newest of them that the cache stores, or more."""
+        num_kept = self.advance(num_seen, masked=valid is not None)
         for name, x in tokens.items():
+            n = x.shape[-3]
             if n > 1:
                 x = x[..., n - num_kept :, :, :].transpose(-3, -2)
             self._write(name, x, num_kept)
@@ -146,7 +152,7 @@ class LayerCache:
             for run in self.runs(num_kept):
                 self.buffers["valid"].narrow(1, *run).fill_(True)
         else:
-            self._write("valid", valid[..., n - num_kept :], num_kept)
+            self._write("valid", valid[..., valid.shape[-1] - num_kept :], num_kept)
 
     def advance(self, n: int, *, masked: bool) -> int:
         """Reserve places for n new tokens and return how many of them the cache will store.

@@ -93,15 +93,15 @@ class RunningCache(LayerCache):
         num_new = num_added - min(num_added, held)
         if num_added > num_new:
             older = {name: self.tokens(name, held) for name in self.fields}
-            self._add({name: x[..., : num_added - num_new, :, :] for name, x in older.items()})
+            self.add({name: x[..., : num_added - num_new, :, :] for name, x in older.items()})
         if num_new:
-            self._add({name: x[..., :num_new, :, :] for name, x in tokens.items()})
+            self.add({name: x[..., :num_new, :, :] for name, x in tokens.items()})
         if self.rollback:
             super().append(tokens, None)
         else:
             self.advance(n, masked=False)
 
-    def _add(self, tokens: dict[str, Tensor]) -> None:
+    def add(self, tokens: dict[str, Tensor]) -> None:
         """Add the tokens [*, n, heads, width] to the sums."""
         state = self.sums["state"]
         rows = {

@@ -52,6 +52,10 @@ def _is_on_gpu(call: AttentionCall) -> bool:
     return call.query.device.type == "cuda"
 
 
+def _is_fused_fastest(call: AttentionCall) -> bool:
+    return call.query.device.type == "cuda" and fused.is_fastest(call)
+
+
 def _run_fused(call: AttentionCall) -> tuple[Tensor, None]:
     """Run torch's fused attention, which has no log-sums and no second derivatives."""
     out, kernel = fused.attend(call), call.score.kernel
@@ -146,7 +150,7 @@ def _are_finite(call: AttentionCall) -> bool:
 
 PLANNED = {"native": native.KERNELS, "structured": structured.OPERATIONS}
 BACKENDS = (  # fastest first
-    Backend("fused", _why_not_fused, _run_fused, fused.is_fastest),
+    Backend("fused", _why_not_fused, _run_fused, _is_fused_fastest),
     Backend("triton", _why_not_triton, _run_triton, _is_on_gpu),
     Backend("native", _why_not_native, _run_native),
     Backend("structured", _why_not_structured, _run_structured),

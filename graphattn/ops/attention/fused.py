@@ -56,7 +56,7 @@ def why_not(call: AttentionCall) -> str | None:
 
 
 def is_fastest(call: AttentionCall) -> bool:
-    """Whether "auto" may take SDPA: where it was measured to be the fastest.
+    """Whether "auto" may take SDPA on this GPU: where it was measured to be the fastest.
 
     Never over causal graphs: there it can pass NaN of a token to earlier tokens.
     """

@@ -11,7 +11,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from graphattn.graphs.arguments import as_choice, as_float
-from graphattn.train.batches import call, collate_tokens, outputs_at, unwrapped
+from graphattn.train.batches import call, collate_tokens, guessed_here, outputs_at, unwrapped
 from graphattn.train.objectives.objective import (
     Batch,
     Example,
@@ -84,7 +84,7 @@ class NextToken(LikelihoodObjective):
         """
         _check_causal(unwrapped(model))
         tokens, valid = batch["tokens"], batch.get("valid")
-        if valid is None:
+        if valid is None and not hasattr(model, "own_tokens"):
             logits, _ = call(model, tokens, batch)
             if logits.shape[:-1] != tokens.shape:
                 raise ValueError(
@@ -92,10 +92,12 @@ class NextToken(LikelihoodObjective):
                     f"{list(logits.shape)}"
                 )
             return logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()
-        is_guessed = torch.zeros_like(valid)
-        # Neither the token nor the one before it is padding.
-        is_guessed[:, 1:] = valid[:, 1:] & valid[:, :-1]
-        before = is_guessed.roll(-1, 1)  # the last column becomes the first one, which is False
+        valid = torch.ones_like(tokens, dtype=torch.bool) if valid is None else valid
+        before = torch.zeros_like(valid)
+        # Neither the token nor the one after it is padding.
+        before[:, :-1] = valid[:, :-1] & valid[:, 1:]
+        before = guessed_here(model, before, batch)
+        is_guessed = before.roll(1, 1)  # the first column becomes the last one, which is False
         return outputs_at(model, tokens, batch, before, packed=self.packed), tokens[is_guessed]
 
     def loss(self, model: nn.Module, batch: Batch, generator: Generator | None = None) -> Loss:

@@ -15,6 +15,7 @@ from graphattn.train.batches import (
     checked,
     collate_images,
     collate_tokens,
+    guessed_here,
     outputs_at,
     pooled_outputs,
     unwrapped,
@@ -166,7 +167,7 @@ class Classification(LikelihoodObjective):
             labels = batch["labels"]
             if labels.is_floating_point():
                 raise ValueError(f"labels must be integers, got {labels.dtype}")
-            where = labels >= 0
+            where = guessed_here(model, labels >= 0, batch)
             logits = outputs_at(model, batch["tokens"], batch, where, packed=self.packed)
             truth = labels[where]
         else:

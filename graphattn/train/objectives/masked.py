@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from graphattn.graphs.arguments import as_choice, as_int
 from graphattn.models.proteins.source_tracks import LETTERS
-from graphattn.train.batches import collate_tokens, outputs_of_tracks, unwrapped
+from graphattn.train.batches import collate_tokens, guessed_here, outputs_of_tracks, unwrapped
 from graphattn.train.objectives.masking import SCHEDULES, MaskSchedule, Schedule, mask_tokens
 from graphattn.train.objectives.objective import (
     Batch,
@@ -169,8 +169,8 @@ class MaskedTokens(LikelihoodObjective):
         losses = {name: nats(*guesses) for name, guesses in of_tracks.items()}
         guesses = _joined(of_tracks)
         if self.weight == "1/ratio":
-            valid = batch.get("valid")
-            count = batch["tokens"].numel() if valid is None else int(valid.sum())
+            valid = batch.get("valid", torch.ones_like(batch["tokens"], dtype=torch.bool))
+            count = int(guessed_here(model, valid, batch).sum())
             return loss_of(losses[LETTERS] / ratio, count, guesses=guesses)
         sums = {"accuracy": num_right(*guesses)}
         for name in losses:
@@ -237,9 +237,10 @@ class MaskedTokens(LikelihoodObjective):
                 )
             changed["context"] = self._corrupted(batch.get("context") or {}, generator)
         given = {**batch, **{key: value for key, value in changed.items() if value}}
+        where = {name: guessed_here(model, places, batch) for name, places in where.items()}
         logits = outputs_of_tracks(model, inputs, given, where, packed=self.packed)
         of_tracks = {name: (logits[name], truth[name][where[name]]) for name in where}
-        return of_tracks, ratios[:, None].expand_as(masked)[masked]
+        return of_tracks, ratios[:, None].expand_as(masked)[where[LETTERS]]
 
     def _masked_codes(
         self, codes: Tensor, schedule: str, letters: Tensor, generator: Generator | None

@@ -11,7 +11,7 @@ from torch import Generator, Tensor, nn
 
 from graphattn.graphs.arguments import as_choice, as_float, as_int
 from graphattn.ops.inputs import compute_dtype
-from graphattn.train.batches import collate_tokens, outputs_at, unwrapped
+from graphattn.train.batches import collate_tokens, guessed_here, outputs_at, unwrapped
 from graphattn.train.objectives.objective import Batch, Example, Loss, Objective, loss_of
 
 
@@ -93,7 +93,7 @@ class ResidueRegression(Objective):
     def loss(self, model: nn.Module, batch: Batch, generator: Generator | None = None) -> Loss:
         """Return the loss summed over all known labels, and the sums that :meth:`report` needs."""
         labels = batch["labels"]
-        where = ~labels.isnan().all(-1)
+        where = guessed_here(model, ~labels.isnan().all(-1), batch)
         outputs = outputs_at(model, batch["tokens"], batch, where, packed=self.packed)
         if outputs.shape[-1] != self.targets:
             raise ValueError(

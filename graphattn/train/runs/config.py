@@ -186,6 +186,14 @@ class RunConfig:
         "float32", '"float32", "bfloat16" or "float16" (autocast).'
     )
     gradient_checkpointing: bool = option(False, "recompute activations in the backward pass.")
+    context_parallel: int = option(
+        1,
+        "number of processes that divide the tokens of every sequence among them, for sequences "
+        "that are too long for one; it divides the number of processes of torchrun.",
+        least=1,
+        also="cp_size context_parallel_size sequence_parallel",
+        is_free=True,
+    )
     compile: bool = option(False, "run the model through torch.compile.")
     seed: int = option(0, "seed of the weights, the order of the data, masks and dropout.")
     evaluate_every: int = option(

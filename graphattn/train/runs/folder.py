@@ -128,7 +128,8 @@ def check_config(path: Path, config: RunConfig, processes: int) -> None:
     if not (path / CONFIG).is_file():
         return
     there, here = RunConfig.load(path / CONFIG).as_dict(), config.as_dict()
-    names = [name for name in here if name not in FREE and there[name] != here[name]]
+    free = (*FREE, "accumulate")  # which is checked below, with the number of processes
+    names = [name for name in here if name not in free and there[name] != here[name]]
     if "steps" in names and here["steps"] > there["steps"]:
         names.remove("steps")
     if names:
@@ -138,10 +139,16 @@ def check_config(path: Path, config: RunConfig, processes: int) -> None:
             "continue with the old config (only steps may grow)"
         )
     before = read_state(path).get("processes", processes)
-    if before != processes:
+    batches = [
+        each["accumulate"] * (count // each["context_parallel"])
+        for each, count in ((there, before), (here, processes))
+    ]
+    if batches[0] != batches[1]:
         raise ValueError(
-            "out must be continued with the same number of processes, because it determines the "
-            f"size of a batch: the run in {str(path)!r} has {before}, got {processes}"
+            "out must be continued with as many batches per step, accumulate * processes / "
+            f"context_parallel: the run in {str(path)!r} has {batches[0]} (accumulate "
+            f"{there['accumulate']}, {before} processes), got {batches[1]} (accumulate "
+            f"{here['accumulate']}, {processes} processes)"
         )
 
 

@@ -1,0 +1,115 @@
+"""Runs whose processes divide every sequence, and start again by themselves when one is killed."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_runs
+import torch
+from safetensors.torch import load_file
+
+import graphattn as ga
+
+OPTIONS: dict[str, Any] = {"divided": "masked", "processes": 2, "context_parallel": 2}
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model" / "model.safetensors")
+
+
+def check_is_bit_for_bit(folder: Path, straight: Path) -> None:
+    runs = [ga.train.read_run(path) for path in (folder, straight)]
+    assert [run.status for run in runs] == ["finished", "finished"]
+    assert runs[0].rows == runs[1].rows
+    expected = weights_of(straight)
+    assert all(torch.equal(x, expected[name]) for name, x in weights_of(folder).items())
+
+
+def check_is_the_same_to_rounding(folder: Path, straight: Path) -> None:
+    runs = [ga.train.read_run(path) for path in (folder, straight)]
+    assert [run.status for run in runs] == ["finished", "finished"]
+    losses = [[(row["step"], row["split"], row["loss"]) for row in run.rows] for run in runs]
+    for here, there in zip(*losses, strict=True):
+        assert here[:2] == there[:2]
+        assert here[2] == pytest.approx(there[2], rel=1e-11)
+    expected = weights_of(straight)
+    for name, x in weights_of(folder).items():
+        torch.testing.assert_close(x, expected[name], rtol=1e-8, atol=1e-9)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(server: tiny_runs.Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two processes, with dropout."""
+    folder: Path = tmp_path_factory.mktemp("undisturbed") / "run"
+    assert server.train(folder, dropout=0.2, **OPTIONS) == [0, 0]
+    return folder
+
+
+def run_with_kills(server: tiny_runs.Server, folder: Path, kills: list[dict[str, int]]) -> int:
+    """How many of the kills came before the run was over."""
+    given = {"dropout": 0.2, "restarts": len(kills), "kills": kills, **OPTIONS}
+    assert server.train(folder, **given) == [0]
+    starts = Path(f"{folder}.starts").read_text(encoding="utf-8").splitlines()
+    return len(starts) - 1
+
+
+def test_a_run_with_a_killed_process_starts_again_and_ends_as_if_undisturbed(
+    server, undisturbed, tmp_path
+):
+    # The first process in the middle of a checkpoint, and the other one somewhere.
+    kills = [{"rank": 0, "event": 60}, {"rank": 1, "after": 3000}]
+    assert run_with_kills(server, tmp_path / "run", kills) >= 1
+    check_is_bit_for_bit(tmp_path / "run", undisturbed)
+
+
+@pytest.mark.nightly
+def test_twenty_kills_of_a_process_leave_no_trace(server, undisturbed, tmp_path):
+    kills, seed = 0, 0
+    while kills < 20:
+        source = random.Random(seed)
+        moments = [
+            {
+                "rank": source.randrange(2),
+                **source.choice(({"event": source.randint(1, 120)}, {"after": after})),
+            }
+            for after in (source.randint(500, 8000) for _ in range(5))
+        ]
+        kills += run_with_kills(server, tmp_path / str(seed), moments)
+        check_is_bit_for_bit(tmp_path / str(seed), undisturbed)
+        seed += 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("processes", "context_parallel"), [(2, 2), (3, 3), (4, 2)])
+def test_divided_sequences_give_the_run_of_one_process(
+    server, tmp_path, processes, context_parallel
+):
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    assert server.train(alone, divided="causal") == [0]
+    given = {"processes": processes, "context_parallel": context_parallel}
+    given["accumulate"] = 2 * context_parallel // processes
+    assert server.train(together, divided="causal", **given) == [0] * processes
+    check_is_the_same_to_rounding(together, alone)
+
+
+@pytest.mark.long
+def test_a_run_goes_on_with_another_number_of_processes(server, tmp_path):
+    straight, run = tmp_path / "straight", tmp_path / "run"
+    assert server.train(straight, **OPTIONS) == [0, 0]
+    for interrupt, processes, accumulate in ((4, 2, 2), (7, 3, 2), (10, 4, 1), (0, 4, 2)):
+        context_parallel = processes * accumulate // 2  # as many batches per step
+        given = {"processes": processes, "context_parallel": context_parallel, "divided": "masked"}
+        given |= {"accumulate": accumulate, "interrupt": interrupt}
+        assert server.train(run, **given) == [0] * processes
+    check_is_the_same_to_rounding(run, straight)
+
+
+def test_processes_that_cannot_be_divided_into_groups_are_refused(tmp_path):
+    config = tiny_runs.config(tmp_path, context_parallel=2)
+    with pytest.raises(
+        ValueError, match=r"context_parallel must divide .* got 2 and 1: .*torchrun"
+    ):
+        ga.train.fit(tiny_runs.model(), tiny_runs.Hidden(), config, tiny_runs.examples())
