@@ -57,14 +57,14 @@ def test_the_window_of_flexattention_is_that_of_our_model(kind: str, monkeypatch
 def test_the_model_on_flexattention_is_ours(kind: str, monkeypatch, flex_on_a_cpu) -> None:
     monkeypatch.setattr(whole, "refuse_flex", lambda device: None)
     x = inputs(kind)
-    assert max(WholeTruth(x).errors_of(whole.WholeRun(FLEX))) < 1e-5
+    assert max(WholeTruth(x).errors_of(whole.ModelRun(FLEX))) < 1e-5
 
 
 def test_a_model_with_another_window_is_wrong(monkeypatch) -> None:
     x, others = inputs("causal"), inputs("causal", window=5)
     truth = WholeTruth(x)
     x.made[OURS], x.graphs[OURS] = others.training(OURS), others.training(OURS)[0].graphs(20)
-    assert min(truth.errors_of(whole.WholeRun(OURS))) > 1e-2
+    assert min(truth.errors_of(whole.ModelRun(OURS))) > 1e-2
 
 
 @pytest.mark.parametrize(
@@ -105,6 +105,6 @@ def test_equal_blocks_are_compiled_once(monkeypatch) -> None:
     monkeypatch.setattr(whole, "in_training", compiled)
     torch._dynamo.reset()
     x = inputs("causal")
-    whole.WholeRun(OURS).step(x)
+    whole.ModelRun(OURS).step(x)
     assert counter.frame_count == 1
     torch._dynamo.reset()

@@ -11,7 +11,7 @@ from graphattn.bench.models.whole import (
     SDPA_WINDOW,
     Kind,
     StepRun,
-    WholeRun,
+    ModelRun,
     step_inputs,
     whole_inputs,
 )
@@ -40,7 +40,7 @@ def training_case(kind: Kind, tokens: int) -> BenchmarkCase:
         f"{kind.capitalize()} models: a pass, and a step of training in place of the backward pass",
         on_cpu,
         whole_inputs(kind),
-        {name: WholeRun(name) for name in (*OF_OURS, FLEX, SDPA)},
+        {name: ModelRun(name) for name in (*OF_OURS, FLEX, SDPA)},
         long_passes=True,
         cuda=on_gpu,
     )

@@ -10,27 +10,27 @@ from torch import Tensor, nn
 LEARNING_RATE = 1e-5  # small, because all steps use the same data
 
 
-class Training(NamedTuple):
+class ModelInTraining(NamedTuple):
     """A model and its optimizer."""
 
     model: Any
     optimizer: torch.optim.Optimizer
 
 
-def in_training(model: nn.Module, device: torch.device, dtype: torch.dtype) -> Training:
+def in_training(model: nn.Module, device: torch.device, dtype: torch.dtype) -> ModelInTraining:
     """Move a model to the device, and give it a fused AdamW."""
     # `capturable` stores the number of steps on the GPU, so the host need not wait.
     optimizer = torch.optim.AdamW(
         model.to(device, dtype).parameters(), lr=LEARNING_RATE, fused=True,
         capturable=device.type == "cuda",
     )  # fmt: skip
-    return Training(model, optimizer)
+    return ModelInTraining(model, optimizer)
 
 
 class TrainingRun:
     """A contender whose forward and backward pass is one step of training."""
 
-    def training(self, x: Any) -> Training:
+    def training(self, x: Any) -> ModelInTraining:
         """Return the model of this contender among the inputs of a case."""
         raise NotImplementedError
 

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import graphattn as ga
 from graphattn.bench.contenders.fused_attention import refuse_cudnn_on_a_cpu
-from graphattn.bench.models.training import Training, TrainingRun, in_training
+from graphattn.bench.models.training import ModelInTraining, TrainingRun, in_training
 
 PATCH, CLASSES, MLP_RATIO = 16, 1000, 4
 
@@ -103,7 +103,7 @@ class VisionInputs:
 
     images: Tensor
     labels: Tensor
-    trained: dict[str, Training]
+    trained: dict[str, ModelInTraining]
 
 
 def vision_inputs(size: dict[str, int], device: torch.device, dtype: torch.dtype) -> VisionInputs:
@@ -113,7 +113,7 @@ def vision_inputs(size: dict[str, int], device: torch.device, dtype: torch.dtype
     images = torch.randn(size["images"], 3, pixels, pixels, generator=generator)
     labels = torch.randint(CLASSES, (size["images"],), generator=generator)
 
-    def trained(mixer: str) -> Training:
+    def trained(mixer: str) -> ModelInTraining:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = vision_model(mixer, size["dim"], size["heads"], size["depth"], pixels)
@@ -139,7 +139,7 @@ class VisionRun(TrainingRun):
             logits: Tensor = x.trained[self.mixer].model(images)
             return logits
 
-    def training(self, x: VisionInputs) -> Training:
+    def training(self, x: VisionInputs) -> ModelInTraining:
         return x.trained[self.mixer]
 
     def loss(self, x: VisionInputs, which: slice = slice(None)) -> Tensor:

@@ -25,7 +25,7 @@ from graphattn.bench.cases.inputs import MissingError
 from graphattn.bench.contenders.peers import compile_once
 from graphattn.bench.models.generation import PlainLanguageModel, rotations
 from graphattn.bench.models.mixers import FusedCausalAttention, errors_between
-from graphattn.bench.models.training import Training, TrainingRun, in_training
+from graphattn.bench.models.training import ModelInTraining, TrainingRun, in_training
 from graphattn.bench.reporting.record import OURS
 
 VOCABULARY = 1000
@@ -73,7 +73,7 @@ class WholeInputs:
     def device(self) -> torch.device:
         return self.tokens.device
 
-    def training(self, name: str) -> Training:
+    def training(self, name: str) -> ModelInTraining:
         """Return the model of a contender and its optimizer."""
         if name not in self.made:
             form, model = FORMS[name], self.model(name)
@@ -87,7 +87,7 @@ class WholeInputs:
                 # Compiled blocks ask whether the graph has listed them: the first would be
                 # compiled twice, before and after.
                 _ = graph.positions
-        trained: Training = self.made[name]
+        trained: ModelInTraining = self.made[name]
         return trained
 
     def model(self, name: str) -> Any:
@@ -195,7 +195,7 @@ def refuse_flex(device: torch.device) -> None:
 
 
 @dataclass(frozen=True)
-class WholeRun(TrainingRun):
+class ModelRun(TrainingRun):
     """A contender that is one of the models."""
 
     name: str
@@ -211,7 +211,7 @@ class WholeRun(TrainingRun):
             features: Tensor = model.encode(x.tokens, x.graphs[self.name])
         return features
 
-    def training(self, x: WholeInputs) -> Training:
+    def training(self, x: WholeInputs) -> ModelInTraining:
         return x.training(self.name)
 
     def loss(self, x: WholeInputs) -> Tensor:
