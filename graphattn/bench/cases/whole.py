@@ -10,8 +10,8 @@ from graphattn.bench.models.whole import (
     SDPA,
     SDPA_WINDOW,
     Kind,
-    StepRun,
     ModelRun,
+    StepRun,
     step_inputs,
     whole_inputs,
 )
