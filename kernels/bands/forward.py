@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from graphattn.kernels.bands.arguments import PairTables, Sources
+from graphattn.kernels.bands.hopper import choice
 from graphattn.kernels.bands.inputs import BandInputs
 from graphattn.kernels.bands.math import (
     cleaned,
@@ -202,12 +203,16 @@ def forward(inputs: BandInputs, dtype: torch.dtype | None = None) -> tuple[Tenso
     `dtype` is that of the output; None means that of the inputs. Both log-sums are in float32.
     """
     x = inputs
+    if choice.is_chosen(x):
+        from graphattn.kernels.bands.hopper.forward import forward as forward_on_hopper
+
+        return forward_on_hopper(x, dtype)
     B, N, H, _ = x.query.shape
     out = x.query.new_empty((B, N, H, x.value.shape[-1]), dtype=dtype or x.query.dtype)
     lse = x.query.new_empty((B, H, N), dtype=torch.float32)
     saved = torch.empty_like(lse)
-    choice = x.choose("forward")
-    tiles = x.of_tiles("targets", choice)
+    sizes = x.choose("forward")
+    tiles = x.of_tiles("targets", sizes)
     x.start(
         band_forward_kernel,
         B * H * tiles["num_tiles"],
@@ -215,7 +220,7 @@ def forward(inputs: BandInputs, dtype: torch.dtype | None = None) -> tuple[Tenso
         p_lse=lse,
         p_saved=saved,
         p_half_square=x.half_squares(),
-        PARTS=x.parts(choice.rows, choice.columns),
+        PARTS=x.parts(sizes.rows, sizes.columns),
         **tiles,
         **x.common(),
     )

@@ -120,7 +120,6 @@ def compile_launch(launch: Launch, arch: str) -> Compiled:
         raise ValueError(f"arch must be one of {', '.join(ARCHITECTURES)}, got {arch!r}")
     import triton
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
     if not isinstance(launch.kernel, triton.runtime.JITFunction):
         raise RuntimeError(
@@ -129,7 +128,7 @@ def compile_launch(launch: Launch, arch: str) -> Compiled:
         )
     device = ARCHITECTURES[arch]
     kernel = triton.compile(
-        ASTSource(launch.kernel, *specialize(launch, device.backend)),
+        source(launch, *specialize(launch, device.backend)),
         target=GPUTarget(device.backend, device.name, device.warp_size),
         options={
             "num_warps": launch.num_warps,
@@ -140,6 +139,17 @@ def compile_launch(launch: Launch, arch: str) -> Compiled:
     if device.backend == "hip":
         return _read_amd(arch, kernel)
     return _read_nvidia(arch, kernel)
+
+
+def source(launch: Launch, *specialized: Any) -> Any:
+    """What ``triton.compile`` takes for the kernel of a launch, specialized for its arguments."""
+    if getattr(launch.kernel, "is_gluon", bool)():
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        return GluonASTSource(launch.kernel, *specialized)
+    from triton.compiler import ASTSource
+
+    return ASTSource(launch.kernel, *specialized)
 
 
 # The place of an argument: its position, and the positions within tuples that it is a part of.
@@ -211,6 +221,9 @@ def _type_name(name: str, value: Any) -> str:
         return "i32" if -(2**31) <= value < 2**31 else "i64"
     if isinstance(value, float):
         return "fp32"
+    if hasattr(value, "block_shape") and value.base.dtype in _DTYPES:  # a TensorDescriptor
+        box = ",".join(map(str, value.block_shape))
+        return f"tensordesc<{_DTYPES[value.base.dtype]}[{box}],{value.layout!r}>"
     got = value.dtype if isinstance(value, torch.Tensor) else value
     raise ValueError(f"{name} must be a tensor, a number, a bool or None, got {got!r}")
 
