@@ -137,7 +137,8 @@ def pass_over(ring, i_slot, count):
 def begin_affinities(b_query, ring, i_stage, LOGITS: gl.constexpr, RBF: gl.constexpr):
     """Begins the product with the keys of a buffer: affinities [ROWS, COLUMNS], when it is done."""
     keys, _values, half_squares, _full, _free = ring
-    b_start = gl.zeros([ROWS, keys.shape[1]], gl.float32, LOGITS)
+    COLUMNS: gl.constexpr = keys.shape[1]
+    b_start = gl.zeros([ROWS, COLUMNS], gl.float32, LOGITS)
     if RBF:
         b_half_square = half_squares.index(i_stage).load(gl.SliceLayout(0, LOGITS))
         b_start = b_start - b_half_square[None, :]

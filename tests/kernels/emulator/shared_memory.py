@@ -75,10 +75,12 @@ class SharedMemory:
         """Write values [k, count] at every address [k]."""
         size, count = values.dtype.itemsize, values.shape[1]
         place = self._place(address, size * count, lanes)
-        units = self._note_writes(place, size * count, lanes)
-        self.unfenced[units] = (self._thread[lanes] // WARP + 1)[:, None]
         elements = self.bytes.view(values.dtype)
         places = (place // size)[:, None] + np.arange(count)
+        # Several warps may write the same number, such as a constant, at one place.
+        new = (elements[places] != values).any(axis=1)
+        units = self._note_writes(place, size * count, lanes, new)
+        self.unfenced[units] = (self._thread[lanes] // WARP + 1)[:, None]
         elements[places] = values
         if (differ := (elements[places] != values).any(axis=1)).any():
             warps = self._thread[lanes][differ] // WARP
@@ -159,9 +161,11 @@ class SharedMemory:
         if self.copied[units].any():
             self.findings.add("shared memory: read of what cp.async has not yet written")
 
-    def _note_writes(self, place: np.ndarray, size: int, lanes) -> np.ndarray:
+    def _note_writes(self, place: np.ndarray, size: int, lanes, new: np.ndarray) -> np.ndarray:
+        """Note writes, and check those that are `new` [k]: that change what is there."""
         units = self._units(place, size)
-        self._check_writes(units, lanes)
+        if new.any():
+            self._check_writes(units[new], np.arange(len(self._thread))[lanes][new])
         self.writers[units] = self._stamps(lanes)[:, None]
         return units
 

@@ -1,0 +1,92 @@
+"""Kernels whose warps do different things: bulk copies, ``mbarrier``, named barriers.
+
+They are right in any order of warps, and what is broken in them is noticed.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from emulator.device import Device
+from graphattn.kernels.bands.hopper.choice import has_gluon
+from graphattn.kernels.shared.launch import Launch, recording, tensors_in
+
+if not has_gluon():
+    pytest.skip("this version of Triton has no Gluon for Hopper", allow_module_level=True)
+
+from emulator.rings import product
+
+ORDERS = (0, 1, -1)  # warps in step, the first warp first, the last warp first
+WAIT = r"mbarrier\.try_wait\S+ complete, (\[%r\d+\]), (%r\d+);"
+# What is broken, by its name: a pattern of the kernel's text, and what takes its place.
+BROKEN = {
+    "a wait left out": (WAIT + r"\s*@!complete bra\.uni waitLoop;", ""),
+    "a wrong parity": (
+        WAIT,
+        r".reg .b32 other; xor.b32 other, \2, 1; "
+        r"mbarrier.try_wait.parity.shared::cta.b64 complete, \1, other;",
+    ),
+    "an arrive before the product is done": (
+        r"(wgmma\.wait_group\.sync\.aligned\s+0;)(.*?)(@%p\d+ mbarrier\.arrive\.shared\S* _, [^;]*;)",
+        r"\2\3\1",
+    ),
+    "an arrive before all warps are done": (
+        r"bar\.sync\s+\d+, 128;(?=(?:[^;]|\n)*mbarrier\.arrive\.shared)", "",
+    ),
+    "bytes that are not announced": (
+        r"mbarrier\.arrive\.expect_tx(\S+ _, \[%r\d+\]), \d+;", r"mbarrier.arrive\1;",
+    ),
+    "too few bytes": (r"(expect_tx\S+ _, \[%r\d+\]), 16384;", r"\1, 8192;"),
+    "one more thread": (r"(mbarrier\.init\S+ \[%r\d+\]), 1;", r"\1, 2;"),
+    "a barrier that is never made": (r"@%p\d+ mbarrier\.init[^;]*;", ""),
+}  # fmt: skip
+
+
+def started() -> tuple[Launch, torch.Tensor, torch.Tensor]:
+    """A launch of 2 blocks and 5 tiles, its output and what that should be."""
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(*n, generator=generator).half() for n in ((128, 320), (320, 64)))
+    with recording() as launches:
+        out = product(left, right)
+    return launches[0], out, left.double() @ right.double()
+
+
+@pytest.fixture(scope="module")
+def gpu() -> Device:
+    return Device("sm_90")
+
+
+def run(gpu: Device, launch: Launch, ptx: str | None = None, order: int = 0) -> str:
+    """Run a launch, with another text of its kernel. Returns what is found."""
+    compiled = gpu.compile(launch)
+    compiled = compiled._replace(ptx=compiled.ptx if ptx is None else ptx)
+    machine = gpu.new_machine(compiled, launch.num_warps)
+    machine.order = order
+    gpu.execute(machine, compiled, launch)
+    return str(machine.findings)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_ring_of_copies_and_products_is_right_and_clean(gpu: Device, order: int) -> None:
+    launch, out, expected = started()
+    out.fill_(torch.nan)
+    assert run(gpu, launch, order=order) == "none"
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_is_broken_in_a_ring_is_noticed(gpu: Device, name: str) -> None:
+    launch, *_ = started()
+    assert next(iter(tensors_in(launch.arguments.values()))).shape == (128, 320)
+    pattern, replacement = BROKEN[name]
+    text = gpu.compile(launch).ptx
+    places = list(re.finditer(pattern, text, re.S))
+    assert places
+    for place in places:
+        broken = text[: place.start()] + place.expand(replacement) + text[place.end() :]
+        findings = [run(gpu, launch, broken, order) for order in ORDERS]
+        assert any(found != "none" for found in findings), place[0]
