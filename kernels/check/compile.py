@@ -72,10 +72,10 @@ class Compiled(NamedTuple):
     matrix instructions, in the order of the code. `outside` has those of the code in none of these
     loops, which matters in kernels that do much before, between or after them.
 
-    `copies` counts the asynchronous copies to shared memory in these loops, and bulk copies anywhere,
-    which go on while the program computes. `waits` counts the waits for products of wgmma, and `open_waits` those of them
-    that let the last products go on. Where there are none of these, a program computes nothing else
-    while its products are formed.
+    `copies` counts the asynchronous copies to shared memory in these loops, and bulk copies
+    anywhere, which go on while the program computes. `waits` counts the waits for products of
+    wgmma, and `open_waits` those of them that let the last products go on. Where there are none of
+    these, a program computes nothing else while its products are formed.
     """
 
     arch: str

@@ -108,8 +108,7 @@ def counts(code: list[Instruction]) -> dict[str, Any]:
         "copies": sum(
             1
             for i, instruction in enumerate(code)
-            if _BULK_COPY.match(instruction.name)
-            or (i in inside and _COPY.match(instruction.name))
+            if _BULK_COPY.match(instruction.name) or (i in inside and _COPY.match(instruction.name))
         ),
         "waits": len(waits),
         # ``gsb0, 0x1``: all products but the last ones; ``gsb0, 0x0``: all.

@@ -1,4 +1,5 @@
-"""Attention over bands as Hopper is meant to do it: `forward`, in Triton's Gluon.
+"""The forward over a window, as Hopper is meant to do it, in Triton's Gluon. In this order:
 
-`choice` says which inputs it takes. No GPU has run it yet.
+- `choice`: which inputs it takes. No GPU has run it, so it must be asked for.
+- `forward`: the kernel.
 """

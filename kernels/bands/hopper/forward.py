@@ -42,7 +42,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from graphattn.kernels.bands.arguments import BandTables
 from graphattn.kernels.bands.forward import band_forward_kernel
 from graphattn.kernels.bands.inputs import BandInputs
-from graphattn.kernels.shared import tuning
 from graphattn.kernels.shared.launch import launch
 
 copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # before 3.9
@@ -94,13 +93,13 @@ def copy_tiles(
     BYTES: gl.constexpr = 2 * (2 * COLUMNS * WIDTH) + (4 * COLUMNS if RBF else 0)
     n_tokens = band[0]
     i_slot = 0
-    i_turn = 0
+    i_parity = 0
     for i_work in range(gl.program_id(0), num_work, gl.num_programs(0)):
         i_b, i_h, i_tile = tile_of(i_work, num_tiles, H)
         i_key_head = i_h // REPEATS
         i_row = i_tile * (GROUPS * ROWS)
         for i in gl.static_range(GROUPS):
-            mbarrier.wait(query_free.index(i), i_turn & 1 ^ 1)
+            mbarrier.wait(query_free.index(i), i_parity ^ 1)
             mbarrier.expect(query_full.index(i), 2 * ROWS * WIDTH)
             i_place = i_b * n_tokens + i_row + i * ROWS
             copy_tile(query, [i_place, i_h * WIDTH], query_full.index(i), queries.index(i))
@@ -117,7 +116,7 @@ def copy_tiles(
                 i_place = (i_b * (H // REPEATS) + i_key_head) * n_tokens + i_column
                 copy_tile(half_square, [i_place], b_full, half_squares.index(i_stage))
             i_slot += 1
-        i_turn += 1
+        i_parity ^= 1
 
 
 @gluon.jit
@@ -175,9 +174,7 @@ def weigh(b_affinity, b_sum, b_max, i_scale):
 
 
 @gluon.jit
-def attend(
-    outputs, p_scale, turns, ring, work, band, RBF: gl.constexpr, GROUP: gl.constexpr
-):
+def attend(outputs, p_scale, turns, ring, work, band, RBF: gl.constexpr, GROUP: gl.constexpr):
     """Attends for the targets of one group, [ROWS] of every tile of the program."""
     p_out, p_lse, p_saved, p_again = outputs
     num_work, num_tiles, H = work
@@ -195,17 +192,17 @@ def attend(
     STORED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
     n_tokens, n_before, n_after = band
     i_slot = 0
-    i_turn = 0
+    i_parity = 0
     for i_work in range(gl.program_id(0), num_work, gl.num_programs(0)):
         i_b, i_h, i_tile = tile_of(i_work, num_tiles, H)
         i_first = i_tile * (GROUPS * ROWS)
         i_row = i_first + GROUP * ROWS
         i_scale = gl.load(p_scale + i_h) * LOG2E
-        mbarrier.wait(query_full.index(GROUP), i_turn & 1)
+        mbarrier.wait(query_full.index(GROUP), i_parity)
         b_query = queries.index(GROUP).load(QUERIES)
         fence_async_shared()  # between these reads and the next copy to the same place
         mbarrier.arrive(query_free.index(GROUP))
-        i_turn += 1
+        i_parity ^= 1
         if RBF:
             b_wide = b_query.to(gl.float32)
             b_half_square = gl.convert_layout(0.5 * gl.sum(b_wide * b_wide, axis=1), OF_ROWS)
@@ -303,9 +300,7 @@ def window_forward_kernel(
     values = gl.allocate_shared_memory(value.dtype, [STAGES, COLUMNS, WIDTH], value.layout)
     half_squares = keys  # not read
     if RBF:
-        half_squares = gl.allocate_shared_memory(
-            gl.float32, [STAGES, COLUMNS], half_square.layout
-        )
+        half_squares = gl.allocate_shared_memory(gl.float32, [STAGES, COLUMNS], half_square.layout)
     query_full = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
     query_free = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -328,7 +323,10 @@ def window_forward_kernel(
                 (attend, (outputs, p_scale, turns, ring, work, band, RBF, 0)),
                 (attend, (outputs, p_scale, turns, ring, work, band, RBF, 1)),
                 (attend, (outputs, p_scale, turns, ring, work, band, RBF, 2)),
-                (copy_tiles, (query, key, value, half_square, turns, ring, work, band, REPEATS, RBF)),
+                (
+                    copy_tiles,
+                    (query, key, value, half_square, turns, ring, work, band, REPEATS, RBF),
+                ),
             ],
             [4, 4, 1],
             [REGISTERS, REGISTERS, REGISTERS_TO_COPY],
@@ -338,7 +336,10 @@ def window_forward_kernel(
             [
                 (attend, (outputs, p_scale, turns, ring, work, band, RBF, 0)),
                 (attend, (outputs, p_scale, turns, ring, work, band, RBF, 1)),
-                (copy_tiles, (query, key, value, half_square, turns, ring, work, band, REPEATS, RBF)),
+                (
+                    copy_tiles,
+                    (query, key, value, half_square, turns, ring, work, band, REPEATS, RBF),
+                ),
             ],
             [4, 1],
             [REGISTERS, REGISTERS_TO_COPY],

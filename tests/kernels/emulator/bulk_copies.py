@@ -46,7 +46,7 @@ class TensorMap(NamedTuple):
         )
 
     def numbers(self, first: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-        """Addresses of the numbers of the box at `first`, and which are in the tensor, [numbers]."""
+        """Addresses of the numbers of a box, and which of them are in the tensor, [numbers]."""
         address, inside = np.asarray(self.address), np.asarray(True)
         for dimension, (begin, count) in enumerate(zip(first, self.box, strict=True)):
             place = begin + np.arange(count)

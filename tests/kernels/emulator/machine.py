@@ -84,7 +84,7 @@ class Machine:
         self._dtypes: list[type] = []
         self.registers: list[np.ndarray] = []
         self.written: list[int] = []  # when a register was written, in executed instructions
-        # Where threads wait until something is done, a function that says for whom it is, [threads].
+        # Where threads wait for something: a function that says for whom it is done, [threads].
         self.waits: dict[int, Callable[[], np.ndarray]] = {}
         self.now = 0  # the number of the instruction that is executed
         self.mask: np.ndarray | None = None  # threads that execute it; None: all

@@ -128,7 +128,9 @@ def memory_barrier(machine: Machine, instruction: Instruction) -> Step:
         for barrier, warp, lanes in calls(machine, get(), threads()):
             clocks = machine.shared.published(np.asarray([warp]))[0]
             for lane in lanes:
-                given = 0 if number is None else int(np.broadcast_to(number(), machine.threads)[lane])
+                given = (
+                    0 if number is None else int(np.broadcast_to(number(), machine.threads)[lane])
+                )
                 if what == "expect_tx":
                     barrier.bytes += given
                 elif expects:
@@ -142,7 +144,10 @@ def memory_barrier(machine: Machine, instruction: Instruction) -> Step:
 
 def _wait(machine: Machine, instruction: Instruction) -> Step:
     """``mbarrier.try_wait.parity``: threads stay at it until the phase is complete."""
-    put, get = machine.setter(instruction.operands[0]), machine.address_getter(instruction.operands[1])
+    put, get = (
+        machine.setter(instruction.operands[0]),
+        machine.address_getter(instruction.operands[1]),
+    )
     parity = machine.getter(instruction.operands[2])
 
     def done() -> np.ndarray:

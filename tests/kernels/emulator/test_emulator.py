@@ -83,9 +83,7 @@ MAKE_BARRIER = (
     "mov.b32 %r20, 512; setp.eq.s32 %p2, %r1, 0; "
     "@%p2 mbarrier.init.shared::cta.b64 [%r20], {}; bar.sync 0;"
 )
-WAIT_FOR_PHASE = (
-    "\n$W:\n mbarrier.try_wait.parity.shared::cta.b64 %p3, [%r20], {}; @!%p3 bra $W;\n"
-)
+WAIT_FOR_PHASE = "\n$W:\n mbarrier.try_wait.parity.shared::cta.b64 %p3, [%r20], {}; @!%p3 bra $W;\n"
 FLOAT_PROGRAMS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "add": ("add.f32 %r6, %r5, 0f3F800000;", lambda x: x + 1),
     "fma": ("fma.rn.f32 %r6, %r5, %r5, %r5;", lambda x: (x.double() * x.double() + x).float()),
@@ -130,7 +128,8 @@ FLOAT_PROGRAMS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
         lambda x: x.flip(0),
     ),
     "shared memory behind a named barrier": (
-        "st.shared.b32 [%r4], %r5; bar.sync 3, 64; xor.b32 %r7, %r4, 252; ld.shared.b32 %r6, [%r7];",
+        "st.shared.b32 [%r4], %r5; bar.sync 3, 64; xor.b32 %r7, %r4, 252; "
+        "ld.shared.b32 %r6, [%r7];",
         lambda x: x.flip(0),
     ),
     "shared memory behind an mbarrier": (

@@ -9,16 +9,25 @@ import re
 
 import pytest
 import torch
+from fresh_memory import nan_until_written
+from problems import problems
 
-from emulator.device import Device
-from graphattn.kernels.bands.hopper.choice import has_gluon
+from emulator.device import Device, watched
+from graphattn.kernels.bands.forward import forward
+from graphattn.kernels.bands.hopper.choice import VARIABLE, has_gluon
+from graphattn.kernels.bands.inputs import BandInputs
+from graphattn.kernels.bands.schedule import BandSchedule
 from graphattn.kernels.shared.launch import Launch, recording, tensors_in
 
 if not has_gluon():
     pytest.skip("this version of Triton has no Gluon for Hopper", allow_module_level=True)
 
 from emulator.rings import product
+from graphattn.kernels.bands.hopper import forward as hopper
 
+PROBLEMS = {problem.name: problem for problem in problems()}
+WINDOWS = ("window, dot, bf16", "window, RBF, fp16", "causal, wide heads, bf16",
+           "grouped queries, bf16")  # fmt: skip
 ORDERS = (0, 1, -1)  # warps in step, the first warp first, the last warp first
 WAIT = r"mbarrier\.try_wait\S+ complete, (\[%r\d+\]), (%r\d+);"
 # What is broken, by its name: a pattern of the kernel's text, and what takes its place.
@@ -30,7 +39,7 @@ BROKEN = {
         r"mbarrier.try_wait.parity.shared::cta.b64 complete, \1, other;",
     ),
     "an arrive before the product is done": (
-        r"(wgmma\.wait_group\.sync\.aligned\s+0;)(.*?)(@%p\d+ mbarrier\.arrive\.shared\S* _, [^;]*;)",
+        r"(wgmma\.wait_group\.sync\.aligned\s+0;)(.*?)(@%p\d+ mbarrier\.arrive\.shared[^;]*;)",
         r"\2\3\1",
     ),
     "an arrive before all warps are done": (
@@ -90,3 +99,39 @@ def test_what_is_broken_in_a_ring_is_noticed(gpu: Device, name: str) -> None:
         broken = text[: place.start()] + place.expand(replacement) + text[place.end() :]
         findings = [run(gpu, launch, broken, order) for order in ORDERS]
         assert any(found != "none" for found in findings), place[0]
+
+
+@pytest.fixture
+def _two_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forward for Hopper is asked for, and its programs take several tiles each."""
+    monkeypatch.setenv(VARIABLE, "1")
+    monkeypatch.setattr(hopper, "multiprocessors", lambda: 2)
+
+
+@pytest.mark.usefixtures("_two_programs")
+@pytest.mark.parametrize("name", WINDOWS)
+def test_windows_on_hopper_are_right_and_clean(name: str) -> None:
+    with watched("sm_90") as launches, nan_until_written():
+        PROBLEMS[f"bands: {name}"].run()
+    assert "window_forward_kernel" in [launch.kernel for launch in launches]
+
+
+@pytest.mark.usefixtures("_two_programs")
+def test_nan_reaches_only_the_targets_that_see_it() -> None:
+    """Targets 100 to 199 see source 100. Of other targets in their tiles nothing changes."""
+    generator = torch.Generator().manual_seed(0)
+    make = [torch.randn(1, 300, 1, 64, generator=generator).bfloat16() for _ in range(3)]
+    bands = BandSchedule(torch.tensor([[0, 300, 0, 300, 1, 99, 0, 1]]), "cpu")
+
+    def attend() -> torch.Tensor:
+        with watched("sm_90") as launches:
+            out, *_ = forward(BandInputs(*make, torch.full((1,), 0.125), bands, rbf=False))
+        assert launches[0].kernel == "window_forward_kernel"
+        return out[0, :, 0]
+
+    before = attend()
+    make[2][0, 100] = torch.nan
+    after = attend()
+    sees = (torch.arange(300) >= 100) & (torch.arange(300) < 200)
+    assert after[sees].isnan().all()
+    torch.testing.assert_close(after[~sees], before[~sees], rtol=0.02, atol=0.02)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .machine import Machine, Step, UnknownInstruction
+from .machine import Machine, Step
 from .ptx import Instruction
 from .shared_memory import WARP
 
