@@ -31,7 +31,8 @@ def inputs(
     **options: Any,
 ) -> BandInputs:
     query, key, value = (
-        torch.empty(2, 300, heads, width, dtype=dtype, device="meta") for _ in range(3)
+        torch.empty(2, max(sequence[1], 299), heads, width, dtype=dtype, device="meta")
+        for _ in range(3)
     )
     bands = BandSchedule(torch.tensor([sequence]), "meta")
     scale = torch.ones(heads, device="meta")
@@ -90,6 +91,7 @@ REFUSED: dict[str, tuple[Callable[[], BandInputs], str]] = {
         lambda: inputs(valid_source=torch.ones(2, 300, dtype=torch.bool, device="meta")),
         "no table of biases, mask or top-k",
     ),
+    "tokens": (lambda: inputs(sequence=(0, 299, 0, 299, 1, 90, 0, 1)), "multiple of 16 bytes"),
     "narrow": (lambda: inputs(sequence=(0, 300, 0, 300, 1, 30, 0, 1)), "64 or more sources"),
     "holes": (lambda: inputs(sequence=(0, 300, 0, 300, 1, 90, 90, 0)), "without holes"),
     "dilated": (lambda: inputs(sequence=(0, 100, 0, 100, 3, 90, 90, 1)), "one window"),

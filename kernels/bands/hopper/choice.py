@@ -43,6 +43,10 @@ def why_not(inputs: BandInputs) -> str | None:
         return "it takes no table of biases, mask or top-k"
     if bands.window < tuning.NARROW or bands.has_holes or not _is_one_sequence(inputs):
         return f"it takes one window of {tuning.NARROW} or more sources, without holes"
+    if x.rbf and x.key.shape[1] % 4:
+        return (
+            "half squares of a head begin at a multiple of 16 bytes: it takes 4, 8, 12, ... tokens"
+        )
     if not all(map(_fits_tensor_maps, (x.query, x.key, x.value))):
         return "a row of a tensor map is one token, with all heads side by side"
     return None

@@ -95,6 +95,8 @@ def bulk_copy(machine: Machine, instruction: Instruction) -> Step:
             start = of_thread(to)
             if start % 128:
                 machine.findings.add("shared memory: a bulk copy to no multiple of 128 bytes")
+            if first[-1] * tensor.size % 16:
+                machine.findings.add("global memory: a bulk copy from no multiple of 16 bytes")
             address, inside = tensor.numbers(first)
             values = np.tile(np.frombuffer(tensor.fill, np.uint8), (len(address), 1))
             stamps = np.full(int(inside.sum()), machine.stamps_of(lane))

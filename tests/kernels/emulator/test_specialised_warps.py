@@ -26,7 +26,7 @@ from emulator.rings import product
 from graphattn.kernels.bands.hopper import forward as hopper
 
 PROBLEMS = {problem.name: problem for problem in problems()}
-WINDOWS = ("window, dot, bf16", "window, RBF, fp16", "causal, wide heads, bf16",
+WINDOWS = ("window, dot, bf16", "causal window, RBF, bf16", "causal, wide heads, bf16",
            "grouped queries, bf16")  # fmt: skip
 ORDERS = (0, 1, -1)  # warps in step, the first warp first, the last warp first
 WAIT = r"mbarrier\.try_wait\S+ complete, (\[%r\d+\]), (%r\d+);"
