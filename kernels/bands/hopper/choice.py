@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 VARIABLE = "GRAPHATTN_GLUON"
 WIDTHS = (64, 128)
+OLDEST = (3, 6)  # version of Triton
 
 
 def is_chosen(inputs: BandInputs) -> bool:
@@ -34,7 +35,7 @@ def why_not(inputs: BandInputs) -> str | None:
     if tuning.architecture() != "sm_90" or is_interpreted():
         return f"it is for sm_90, not for {tuning.architecture()}"
     if not has_gluon():
-        return "this version of Triton has no Gluon with tma, mbarrier and warpgroup_mma"
+        return "it needs Triton 3.6 or newer, with Gluon for Hopper"
     if x.query.dtype == torch.float32:
         return "it takes bfloat16 and float16, not float32"
     if len(widths) > 1 or not widths <= set(WIDTHS):
@@ -54,14 +55,15 @@ def why_not(inputs: BandInputs) -> str | None:
 
 @cache
 def has_gluon() -> bool:
-    """Whether Triton has what the kernel is written in (versions 3.6 to 3.9 have)."""
+    """Whether Triton has what the kernel is written in. It was compiled with 3.6 and 3.9."""
     try:
+        import triton
         from triton.experimental.gluon.language import warp_specialize
         from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma
     except ImportError:
         return False
-    copies = hasattr(tma, "async_load") or hasattr(tma, "async_copy_global_to_shared")
-    return copies and all((warp_specialize, mbarrier, warpgroup_mma))
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    return version >= OLDEST and all((warp_specialize, mbarrier, tma, warpgroup_mma))
 
 
 def _is_one_sequence(inputs: BandInputs) -> bool:

@@ -313,6 +313,7 @@ def window_forward_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(free.index(i), count=GROUPS)
+    fence_async_shared()  # so that bulk copies see these barriers
     # Tuples that a kernel makes would turn constants into numbers, so those are not in them.
     work = (num_work, num_tiles, H)
     band = (N, n_before, n_after)

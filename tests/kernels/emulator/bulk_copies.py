@@ -92,6 +92,8 @@ def bulk_copy(machine: Machine, instruction: Instruction) -> Step:
             if barrier is None:
                 machine.findings.add("mbarrier: used before it is made")
                 continue
+            if machine.shared.is_unfenced(key[1], 8, lane):
+                machine.findings.add("mbarrier: no fence makes it visible to bulk copies")
             start = of_thread(to)
             if start % 128:
                 machine.findings.add("shared memory: a bulk copy to no multiple of 128 bytes")

@@ -343,13 +343,7 @@ class Machine:
                         if self.now in self.waits
                         else "threads wait for each other at different places"
                     )
-                    self.mask = alive & (places == self.now)
-                    self.blocked = alive & ~self.mask
-                    self.met[self.mask], self.waiting[self.mask] = -1, False
-                    steps[self.now]()
-                    self.executed += 1
-                    places = np.where(self.mask, self.now + 1, places)
-                    continue
+                    return
                 if self.order:
                     first = ready & (warp == warp[ready].min())
                     place = int(places[first].min())

@@ -11,6 +11,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -62,6 +63,7 @@ def ring_kernel(left, right, p_out, count):
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(free.index(i), count=1)
+    fence_async_shared()  # so that bulk copies see these barriers
     gl.warp_specialize(
         [
             (add_products, (p_out, lefts, rights, full, free, count)),

@@ -264,6 +264,11 @@ class SharedMemory:
         self.writers[units] = time << CLOCK | clock * WARP
         self.bytes[places] = values
 
+    def is_unfenced(self, address: int, size: int, thread: int) -> bool:
+        """Whether no fence follows a store to `size` bytes of the block of `thread`."""
+        first = int(address + self._base[thread]) // self.unit
+        return bool(self.unfenced[first : first + -(-size // self.unit)].any())
+
     # Matrix products that read shared memory
 
     def fence(self, warps: np.ndarray) -> None:
