@@ -63,7 +63,7 @@ class BandSchedule:
         return stored(self._tiles, (side, rows), self.device, make)
 
     def tiles_in_order(self, rows: int) -> Tensor:
-        """As :meth:`tiles` of targets, in the order of the sequences."""
+        """Tiles of targets, as :meth:`tiles`, but in the order of the sequences."""
 
         def make() -> Tensor:
             return copied(self._list_tiles("targets", rows)[0].to(torch.int32), self.device)

@@ -142,7 +142,7 @@ def compile_launch(launch: Launch, arch: str) -> Compiled:
 
 
 def source(launch: Launch, *specialized: Any) -> Any:
-    """What ``triton.compile`` takes for the kernel of a launch, specialized for its arguments."""
+    """The source that ``triton.compile`` takes for a launch, specialized for its arguments."""
     if getattr(launch.kernel, "is_gluon", bool)():
         from triton.experimental.gluon._runtime import GluonASTSource
 

@@ -1,4 +1,4 @@
-"""Which inputs the kernel for Hopper takes, and whether it is asked for.
+"""Inputs that the kernel for Hopper takes, and whether it is asked for.
 
 No GPU has run it: what is known of it comes from the compiler and from the emulator of compiled
 kernels. So it must be asked for, by the environment variable ``GRAPHATTN_GLUON=1``.

@@ -24,7 +24,6 @@ RBF subtracts is the beginning of the product's sum. It is copied with the keys.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,8 +38,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from graphattn.kernels.bands.arguments import BandTables
-from graphattn.kernels.bands.forward import band_forward_kernel
 from graphattn.kernels.bands.inputs import BandInputs
 from graphattn.kernels.shared.launch import launch
 
@@ -349,8 +346,14 @@ def window_forward_kernel(
         )
 
 
-def forward(inputs: BandInputs, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """As :func:`graphattn.kernels.bands.forward.forward`, for inputs that `choice` lets pass."""
+def forward(
+    inputs: BandInputs, dtype: torch.dtype | None = None
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None, Tensor]:
+    """Attend as :func:`graphattn.kernels.bands.forward.forward`; `choice` says for which inputs.
+
+    Also returns the half squares of the keys, and flags [B, tiles of ROWS targets, H] of tiles
+    whose sums are NaN or infinite. Those are to be computed again, carefully.
+    """
     x = inputs
     B, N, H, D = x.query.shape
     before, after = x.bands.on_cpu[0, 5:7].clamp(max=N).tolist()
@@ -385,35 +388,7 @@ def forward(inputs: BandInputs, dtype: torch.dtype | None = None) -> tuple[Tenso
         num_warps=4,
         num_stages=1,
     )
-    _again(x, out, lse, saved, half_squares, again)
-    return out, lse, saved
-
-
-def _again(
-    x: BandInputs, out: Tensor, lse: Tensor, saved: Tensor, half_squares: Tensor | None, again: Any
-) -> None:
-    """Compute tiles whose sums are unsound again, as :meth:`BandInputs.start` does."""
-    choice = x.choose("forward")
-    tiles = x.bands.tiles_in_order(ROWS.value)
-    launch(
-        band_forward_kernel,
-        (again.numel(),),
-        p_again=again,
-        CAREFUL=True,
-        p_out=out,
-        p_lse=lse,
-        p_saved=saved,
-        p_half_square=half_squares,
-        p_center=None,
-        PARTS=1,
-        bands=BandTables.of(x.bands, tiles),
-        num_tiles=len(tiles),
-        ROWS=ROWS.value,
-        COLUMNS=choice.columns,
-        num_warps=choice.num_warps,
-        num_stages=choice.num_stages,
-        **x.common(),
-    )
+    return (out, lse, saved), half_squares, again
 
 
 def multiprocessors() -> int:

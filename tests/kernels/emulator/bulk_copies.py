@@ -57,7 +57,7 @@ class TensorMap(NamedTuple):
 
 
 def places(start: int, size: int, width: int) -> np.ndarray:
-    """Where the `size` bytes of a box lie in shared memory from `start` on.
+    """Places of the `size` bytes of a box in shared memory, from `start` on.
 
     Chunks of 16 bytes change places, by the number of their row of 128 bytes.
 

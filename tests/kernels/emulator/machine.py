@@ -435,7 +435,7 @@ class Machine:
         return np.where(met, places + 1, places)
 
     def _chosen(self, instruction: Instruction) -> np.ndarray:
-        """Where ``brx.idx`` goes, of every thread."""
+        """The place that ``brx.idx`` chooses, of every thread."""
         labels = self.program.tables[instruction.operands[1]]
         places = np.array([self.program.labels[label] for label in labels])
         number = self.getter(instruction.operands[0])()

@@ -123,7 +123,7 @@ class SharedMemory:
         return first[:, None] + np.arange(size // self.unit)
 
     def _stamps(self, lanes) -> np.ndarray:
-        """Who accesses memory, and when: clock, times the warp was synchronized, thread."""
+        """Notes of an access: in one number clock, synchronizations of the warp, and thread."""
         warps = self._warp[lanes]
         synchronized = self._synchronized[warps] << THREADS
         return self._clock[warps] << CLOCK | synchronized | self._thread[lanes]
@@ -204,7 +204,7 @@ class SharedMemory:
         seen[:] = np.where(met, latest, seen)
 
     def published(self, warps: np.ndarray) -> np.ndarray:
-        """What comes before anything that waits for these warps now: clocks [k, CLOCKS].
+        """Clocks of what comes before anything that waits for these warps now, [k, CLOCKS].
 
         Their later accesses get a later time.
         """

@@ -108,7 +108,7 @@ def test_what_is_broken_in_a_ring_is_noticed(gpu: Device, name: str) -> None:
 def test_what_is_broken_in_a_window_on_hopper_is_noticed(
     gpu: Device, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the code of the first group of warps, and of the warp that copies.
+    """Mistakes in the code of the first group of warps, and of the warp that copies.
 
     Some places are needless here: a buffer that is not used again may be free too early, and fences
     between reads of threads and later copies are not watched.
