@@ -80,4 +80,4 @@ def _fits_tensor_maps(x: torch.Tensor) -> bool:
     """
     aligned = (x.storage_offset() | x.stride(1)) * x.element_size() % 16 == 0
     side_by_side = x.shape[2] == 1 or x.stride(2) == x.shape[3]
-    return aligned and side_by_side and x.shape[0] * x.shape[1] < 2**31
+    return aligned and side_by_side and 0 < x.shape[0] * x.shape[1] < 2**31
