@@ -40,6 +40,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from graphattn.kernels.bands.inputs import BandInputs
 from graphattn.kernels.shared.launch import launch
+from graphattn.kernels.shared.row_dots import row_dots
 
 copy_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # before 3.9
 
@@ -359,7 +360,8 @@ def forward(
     before, after = x.bands.on_cpu[0, 5:7].clamp(max=N).tolist()
     out = x.query.new_empty((B, N, H, D), dtype=dtype or x.query.dtype)
     lse = x.query.new_empty((B, H, N), dtype=torch.float32)
-    saved, half_squares = torch.empty_like(lse), x.half_squares()
+    saved = torch.empty_like(lse)
+    half_squares = row_dots(x.key, x.key, 0.5) if x.rbf else None
     again = torch.empty((B, -(-N // ROWS.value), H), dtype=torch.int32, device=x.query.device)
     num_tiles = -(-N // (GROUPS[D] * ROWS.value))
     launch(
