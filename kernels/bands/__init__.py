@@ -4,6 +4,7 @@
 - `inputs`: what the kernels are given; `arguments`: tuples of what belongs together.
 - `math`: what every kernel does with a tile.
 - `forward`, `backward`: attention, and its gradients.
+- `hopper`: the forward over a window, as Hopper is meant to do it; not used unless asked for.
 - `bias_backward`: the gradient of a table of biases by offset.
 - `top_k`: which sources of a window count.
 - `one_tensor`: the same where query, key and value are one tensor.

@@ -29,6 +29,7 @@ class Work(NamedTuple):
 
 WORK = {
     "band_forward_kernel": Work(2, 4, 2),
+    "window_forward_kernel": Work(2, 4, 2),
     "shared_forward_kernel": Work(2, 2, 1),
     "d_query_kernel": Work(3, 5, 2),
     "d_source_kernel": Work(4, 6, 2),
@@ -153,9 +154,17 @@ def _describe(case: BandCase, bands: BandSchedule, tokens: int, launch: Launch) 
         tensors = 1
     iterations, gathered, products = 0.0, 0.0, float(work.products)
     passes: tuple[float, ...] = ()
-    programs = 0.0
+    programs, groups = 0.0, arguments.get("GROUPS", 1)
     width = case.features * (2 if case.rbf else 1)  # distances keep more numbers
-    if products:
+    if kernel == "window_forward_kernel":
+        rows, columns = (arguments[name].block_shape[0] for name in ("query", "key"))
+        programs = float(arguments["num_work"])
+        # The first tile of every group is before the loop. Each group has a loop of its own.
+        tiles = bands.tile_pairs(rows, columns) - len(bands.tiles("targets", rows))
+        passes = (tiles * case.batch * case.heads / groups,) * groups
+        copied = bands.tile_pairs(groups * rows, columns) * case.batch * case.heads
+        gathered = float(copied * columns * work.read_again * case.features * case.dtype.itemsize)
+    elif products:
         rows, columns = arguments["ROWS"], arguments["COLUMNS"]
         sizes: tuple[int, int, Side] = (rows, columns, "targets")
         if kernel == "d_source_kernel":
@@ -202,6 +211,7 @@ def _describe(case: BandCase, bands: BandSchedule, tokens: int, launch: Launch) 
         gathered=gathered,
         passes=passes,
         programs=programs,
+        groups=groups,
     )
 
 

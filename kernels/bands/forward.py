@@ -21,7 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graphattn.kernels.bands.arguments import PairTables, Sources
+from graphattn.kernels.bands.arguments import BandTables, PairTables, Sources
+from graphattn.kernels.bands.hopper import choice
 from graphattn.kernels.bands.inputs import BandInputs
 from graphattn.kernels.bands.math import (
     cleaned,
@@ -40,6 +41,7 @@ from graphattn.kernels.bands.math import (
     tile_of_program,
 )
 from graphattn.kernels.shared.exponentials import LN2, LOG2E, level_of
+from graphattn.kernels.shared.launch import launch
 from graphattn.kernels.shared.precision import PIECES, add_product
 
 
@@ -202,12 +204,14 @@ def forward(inputs: BandInputs, dtype: torch.dtype | None = None) -> tuple[Tenso
     `dtype` is that of the output; None means that of the inputs. Both log-sums are in float32.
     """
     x = inputs
+    if choice.is_chosen(x):
+        return _on_hopper(x, dtype)
     B, N, H, _ = x.query.shape
     out = x.query.new_empty((B, N, H, x.value.shape[-1]), dtype=dtype or x.query.dtype)
     lse = x.query.new_empty((B, H, N), dtype=torch.float32)
     saved = torch.empty_like(lse)
-    choice = x.choose("forward")
-    tiles = x.of_tiles("targets", choice)
+    sizes = x.choose("forward")
+    tiles = x.of_tiles("targets", sizes)
     x.start(
         band_forward_kernel,
         B * H * tiles["num_tiles"],
@@ -215,8 +219,37 @@ def forward(inputs: BandInputs, dtype: torch.dtype | None = None) -> tuple[Tenso
         p_lse=lse,
         p_saved=saved,
         p_pieces=x.half_squares(),
-        PARTS=x.parts(choice.rows, choice.columns),
+        PARTS=x.parts(sizes.rows, sizes.columns),
         **tiles,
+        **x.common(),
+    )
+    return out, lse, saved
+
+
+def _on_hopper(x: BandInputs, dtype: torch.dtype | None) -> tuple[Tensor, Tensor, Tensor]:
+    """The kernel for Hopper, and the one above for tiles with NaN, as :meth:`BandInputs.start`."""
+    from graphattn.kernels.bands.hopper import forward as hopper
+
+    (out, lse, saved), again = hopper.forward(x, dtype)
+    sizes, rows = x.choose("forward"), hopper.ROWS.value
+    tiles = x.bands.tiles_in_order(rows)
+    launch(
+        band_forward_kernel,
+        (again.numel(),),
+        p_again=again,
+        p_out=out,
+        p_lse=lse,
+        p_saved=saved,
+        p_pieces=x.half_squares(),
+        p_center=None,
+        bands=BandTables.of(x.bands, tiles),
+        num_tiles=len(tiles),
+        ROWS=rows,
+        COLUMNS=sizes.columns,
+        PARTS=1,
+        CAREFUL=True,
+        num_warps=sizes.num_warps,
+        num_stages=sizes.num_stages,
         **x.common(),
     )
     return out, lse, saved

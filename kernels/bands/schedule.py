@@ -43,6 +43,7 @@ class BandSchedule:
         self.on_cpu, self.device, self.origin = sequences, torch.device(device), origin
         self.sequences = copied(sequences, self.device)
         self._tiles: dict[tuple[Side, int], Tensor] = {}
+        self._ordered: dict[int, Tensor] = {}
         self._nearby_sources: dict[tuple[Side, int], Tensor] = {}
         _, targets, _, sources, step, before, after, hole = sequences.unbind(1)
         self.is_strided = bool((step != 1).any())
@@ -60,6 +61,14 @@ class BandSchedule:
             return copied(self._in_order(side, rows).to(torch.int32), self.device)
 
         return stored(self._tiles, (side, rows), self.device, make)
+
+    def tiles_in_order(self, rows: int) -> Tensor:
+        """Tiles of targets, as :meth:`tiles`, but in the order of the sequences."""
+
+        def make() -> Tensor:
+            return copied(self._list_tiles("targets", rows)[0].to(torch.int32), self.device)
+
+        return stored(self._ordered, rows, self.device, make)
 
     def nearby_sources(self, side: Side, rows: int) -> Tensor:
         """A source near every tile, and the first source of its sequence, int64 [2, tiles].

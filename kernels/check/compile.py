@@ -72,10 +72,10 @@ class Compiled(NamedTuple):
     matrix instructions, in the order of the code. `outside` has those of the code in none of these
     loops, which matters in kernels that do much before, between or after them.
 
-    `copies` counts the asynchronous copies to shared memory in these loops, which go on while the
-    program computes. `waits` counts the waits for products of wgmma, and `open_waits` those of them
-    that let the last products go on. Where there are none of these, a program computes nothing else
-    while its products are formed.
+    `copies` counts the asynchronous copies to shared memory in these loops, and bulk copies
+    anywhere, which go on while the program computes. `waits` counts the waits for products of
+    wgmma, and `open_waits` those of them that let the last products go on. Where there are none of
+    these, a program computes nothing else while its products are formed.
     """
 
     arch: str
@@ -120,7 +120,6 @@ def compile_launch(launch: Launch, arch: str) -> Compiled:
         raise ValueError(f"arch must be one of {', '.join(ARCHITECTURES)}, got {arch!r}")
     import triton
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
     if not isinstance(launch.kernel, triton.runtime.JITFunction):
         raise RuntimeError(
@@ -129,13 +128,24 @@ def compile_launch(launch: Launch, arch: str) -> Compiled:
         )
     device = ARCHITECTURES[arch]
     kernel = triton.compile(
-        ASTSource(launch.kernel, *specialize(launch, device.backend)),
+        source(launch, *specialize(launch, device.backend)),
         target=GPUTarget(device.backend, device.name, device.warp_size),
         options=launch.options,
     )
     if device.backend == "hip":
         return _read_amd(arch, kernel)
     return _read_nvidia(arch, kernel)
+
+
+def source(launch: Launch, *specialized: Any) -> Any:
+    """The source that ``triton.compile`` takes for a launch, specialized for its arguments."""
+    if getattr(launch.kernel, "is_gluon", bool)():
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        return GluonASTSource(launch.kernel, *specialized)
+    from triton.compiler import ASTSource
+
+    return ASTSource(launch.kernel, *specialized)
 
 
 # The place of an argument: its position, and the positions within tuples that it is a part of.
@@ -207,6 +217,9 @@ def _type_name(name: str, value: Any) -> str:
         return "i32" if -(2**31) <= value < 2**31 else "i64"
     if isinstance(value, float):
         return "fp32"
+    if hasattr(value, "block_shape") and value.base.dtype in _DTYPES:  # a TensorDescriptor
+        box = ",".join(map(str, value.block_shape))
+        return f"tensordesc<{_DTYPES[value.base.dtype]}[{box}],{value.layout!r}>"
     got = value.dtype if isinstance(value, torch.Tensor) else value
     raise ValueError(f"{name} must be a tensor, a number, a bool or None, got {got!r}")
 

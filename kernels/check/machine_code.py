@@ -13,7 +13,8 @@ _FUSED = re.compile(r"FFMA|v_fma|v_fmac|v_pk_fma")
 _SPECIAL = re.compile(r"MUFU|v_(exp|log|rcp|rsq|sqrt|sin|cos)_")
 LOCAL = re.compile(r"(STL|LDL)\b|scratch_(load|store)")
 # Copies to shared memory that go on while the warp computes, and waits for products of wgmma.
-_COPY = re.compile(r"LDGSTS|UTMALDG|UBLKCP")
+_COPY = re.compile(r"LDGSTS")
+_BULK_COPY = re.compile(r"UTMALDG|UBLKCP")  # in a loop of their own, of another warp
 _WAIT = re.compile(r"WARPGROUP\.DEPBAR")
 
 
@@ -104,7 +105,11 @@ def counts(code: list[Instruction]) -> dict[str, Any]:
             len(code) - len(inside),
             _specials(code[i].name for i in range(len(code)) if i not in inside),
         ),
-        "copies": sum(1 for i in inside if _COPY.match(code[i].name)),
+        "copies": sum(
+            1
+            for i, instruction in enumerate(code)
+            if _BULK_COPY.match(instruction.name) or (i in inside and _COPY.match(instruction.name))
+        ),
         "waits": len(waits),
         # ``gsb0, 0x1``: all products but the last ones; ``gsb0, 0x0``: all.
         "open_waits": sum(1 for wait in waits if not wait.operands.endswith("0x0")),

@@ -24,6 +24,8 @@ The model, in sentences:
 - Several programs share a multiprocessor if registers, shared memory and warps suffice and the
   launch has enough programs. While one of them waits, others compute. So the sum is divided by
   their number.
+- Groups of warps of one program that are not in step (kernels of `bands.hopper`) count as programs:
+  while one waits for a product, others compute. Their copies are made by another warp, ahead.
 - The prediction is the larger of this quotient and of the longest time of a unit, plus the time in
   which an empty launch starts and ends (`START`).
 
@@ -147,7 +149,7 @@ def predict(configuration: Configuration, compiled: Compiled) -> Prediction:
         matrix_s=configuration.flops / products_per_second(configuration, compiled),
         issue_s=instructions / (MULTIPROCESSORS * SCHEDULERS * CLOCK),
         special_s=special * WARP / (SPECIAL_LANES * MULTIPROCESSORS * CLOCK),
-        programs=programs_at_once(configuration, compiled),
+        programs=programs_at_once(configuration, compiled) * configuration.groups,
         start_s=START,
     )
     return prediction._replace(in_turn_s=_in_turn(prediction, configuration, compiled))

@@ -33,6 +33,7 @@ class Configuration(NamedTuple):
     programs: float = 0.0  # how often the code outside of those loops is run; 0: once a program
     table: float = 0.0  # bytes over which what is gathered is spread; 0: they fit in the cache
     lookups: float = 0.0  # passes that wait for rows that are anywhere in memory
+    groups: int = 1  # groups of the launch's warps that do the work of a program, not in step
 
 
 def made(*shape: int, dtype: torch.dtype, device: str) -> Tensor:

@@ -162,6 +162,8 @@ def tensors_in(arguments: Iterable[Any]) -> Iterator[Tensor]:
             yield argument
         elif isinstance(argument, tuple):
             yield from tensors_in(argument)
+        elif hasattr(argument, "block_shape"):  # Triton's TensorDescriptor
+            yield argument.base
 
 
 # Not a context variable: on GPUs autograd runs backwards in a thread of its own.

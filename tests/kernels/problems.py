@@ -67,6 +67,8 @@ WINDOW = ga.window_path_graph(330, 150, self_loops=True)  # the middle part of l
 BANDS: dict[str, tuple[Case, tuple[torch.dtype, ...]]] = {
     "window, dot": (attention(WINDOW, score="dot"), EVERY),
     "window, RBF": (attention(WINDOW), EVERY),
+    # Tokens in fours: the kernel for Hopper takes it, where that is asked for.
+    "causal window, RBF": (attention(ga.causal_window_graph(300, 180), batch=(2,)), (BF16,)),
     "one tensor": (attention(WINDOW, shared=True), EVERY),
     "narrow window": (attention(ga.window_path_graph(150, 8), batch=(2,)), (BF16, FP32)),
     "causal, wide heads": (attention(ga.causal_graph(200), 128, score="dot"), (BF16, FP32)),

@@ -63,6 +63,17 @@ def test_a_warp_issues_an_instruction_only_when_the_one_before_it_is_done() -> N
     assert prediction.limit == "issue slots"
 
 
+def test_groups_of_warps_that_are_not_in_step_count_as_programs() -> None:
+    """Three groups of four warps in one program, or three programs of four warps."""
+    work = compiled(BF16, instructions=198)._replace(registers=128)
+    one = predict(configuration(iterations=1320, programs_in_all=132, groups=3), work)
+    three = predict(configuration(iterations=1320, programs_in_all=3 * 132), work)
+    assert one.programs == three.programs == 3
+    issued = WARP_CLOCKS * 1e-6
+    assert one.in_turn_s == pytest.approx(issued + STARTED)
+    assert three.in_turn_s == pytest.approx(issued + 3 * STARTED)
+
+
 def test_a_multiprocessor_takes_two_clocks_for_a_warps_special_function() -> None:
     # 32 threads, 16 results per clock: four warps with 99 each take 792 clocks, 10 passes 4 us.
     prediction = predict(configuration(iterations=1320), compiled(BF16, special=99))

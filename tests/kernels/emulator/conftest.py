@@ -11,7 +11,9 @@ import pytest
 from emulator.device import Emulated
 from graphattn.kernels.check.report import table
 
-COMPILED = ("test_emulated_launches.py", "test_mutations_of_kernels.py")
+COMPILED = (
+    "test_emulated_launches.py", "test_mutations_of_kernels.py", "test_specialised_warps.py",
+)  # fmt: skip
 HEADER = ("arch", "dtype", "tile", "warps", "options", "launches", "blocks")
 TILE = ("ROWS", "COLUMNS", "SLOTS", "TOKENS", "KEPT")
 # Sizes, and constants that follow from others.

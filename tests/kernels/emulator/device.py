@@ -13,19 +13,22 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from graphattn.kernels.check.compile import specialize
+from graphattn.kernels.check.compile import source, specialize
 from graphattn.kernels.shared import launch, tuning
 
-from . import arithmetic, matrices, transfers, warps
+from . import arithmetic, matrices, memory_barriers, transfers, warps
+from .bulk_copies import TensorMap
 from .global_memory import GlobalMemory
 from .machine import Machine
 from .ptx import parse
+from .shared_memory import WARP
 
 INSTRUCTIONS = {
     **arithmetic.INSTRUCTIONS,
     **transfers.INSTRUCTIONS,
     **warps.INSTRUCTIONS,
     **matrices.INSTRUCTIONS,
+    **memory_barriers.INSTRUCTIONS,
 }
 THREADS = 4096  # of the blocks that run in step: more of them cost less each, and more memory
 CAPABILITIES = {"sm_80": 80, "sm_90": 90}
@@ -37,6 +40,7 @@ class Compiled(NamedTuple):
     ptx: str
     shared_bytes: int
     parameters: list[tuple[int, ...]]  # places of the arguments that are passed, in order
+    maps: list[dict[str, Any]] = []  # how tensor maps are to be made, in order  # noqa: RUF012
 
 
 class Emulated(NamedTuple):
@@ -112,7 +116,6 @@ class Device:
         """The PTX of a launch's kernel, made once for every version of it."""
         from triton import compile
         from triton.backends.compiler import GPUTarget
-        from triton.compiler import ASTSource
 
         signature, constants, attributes = specialize(started, "cuda")
         options = started.options
@@ -122,7 +125,7 @@ class Device:
         )
         if key not in self._compiled:
             kernel = compile(
-                ASTSource(started.kernel, signature, constants, attributes),
+                source(started, signature, constants, attributes),
                 target=GPUTarget("cuda", CAPABILITIES[self.arch], 32),
                 options=options,
             )
@@ -131,7 +134,8 @@ class Device:
                 for i, parameter in enumerate(started.kernel.params)
                 for place in _passed((i,), signature[parameter.name])
             ]
-            self._compiled[key] = Compiled(kernel.asm["ptx"], kernel.metadata.shared, places)
+            maps = list(getattr(kernel.metadata, "tensordesc_meta", None) or ())
+            self._compiled[key] = Compiled(kernel.asm["ptx"], kernel.metadata.shared, places, maps)
         return self._compiled[key]
 
     def machine(self, compiled: Compiled, num_warps: int) -> Machine:
@@ -142,12 +146,17 @@ class Device:
 
     def new_machine(self, compiled: Compiled, num_warps: int) -> Machine:
         """Translate a kernel."""
-        return Machine(parse(compiled.ptx), num_warps, compiled.shared_bytes, INSTRUCTIONS)
+        program = parse(compiled.ptx)
+        # Specialised kernels have warps besides those of the launch.
+        num_warps = program.threads // WARP or num_warps
+        return Machine(program, num_warps, compiled.shared_bytes, INSTRUCTIONS)
 
     def execute(self, machine: Machine, compiled: Compiled, started: launch.Launch) -> None:
         """Run all blocks of a launch, some at a time, in any order."""
         values = [started.arguments.get(p.name, p.default) for p in started.kernel.params]
-        bits = [_bits(_at(values, place)) for place in compiled.parameters]
+        maps, bits = iter(compiled.maps), []
+        for place in compiled.parameters:
+            bits += _passed_as(_at(values, place), maps)
         bits += [0] * (len(machine.program.parameters) - len(bits))  # scratch memory, not used
         memory = GlobalMemory(launch.tensors_in(started.arguments.values()), machine.findings)
         blocks = list(range(math.prod(started.grid)))
@@ -170,6 +179,13 @@ def _at(values: Any, place: tuple[int, ...]) -> Any:
     for i in place:
         values = values[i]
     return values
+
+
+def _passed_as(value: Any, maps: Iterator[dict[str, Any]]) -> list[Any]:
+    """An argument as the launcher passes it: a tensor map is followed by sizes and strides."""
+    if hasattr(value, "block_shape"):
+        return [TensorMap.of(value, next(maps)), *value.shape, *value.strides]
+    return [_bits(value)]
 
 
 def _bits(value: Any) -> int:

@@ -3,7 +3,9 @@
 All threads of a batch of blocks are NumPy arrays and run in step, one instruction after another.
 Where threads take different ways, those at the lowest address run first, and others wait; threads
 that arrive at one address run on together. An instruction that several threads execute as one (a
-barrier, a shuffle, a matrix product) runs when all threads that it needs have arrived.
+barrier, a shuffle, a matrix product) runs when all threads that it needs have arrived. Warps may
+meet at one named barrier from different instructions, and wait for an ``mbarrier`` until its phase
+is complete.
 
 An instruction is translated once into a function without arguments (by the tables `INSTRUCTIONS` of
 the modules beside this one), so that executing it costs little more than NumPy's own work.
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -27,13 +30,13 @@ DTYPES = {
     "b32": np.uint32, "u32": np.uint32, "s32": np.uint32, "f32": np.uint32,
     "b64": np.uint64, "u64": np.uint64, "s64": np.uint64, "f64": np.uint64,
 }  # fmt: skip
+PARAMETERS = 1 << 12  # the address of parameter 0; that of the next is one more
 UNDEFINED = 0x7FBADBAD  # what registers hold that nothing has written: NaN as a float32
 GROUP = 4 * WARP  # threads that form a matrix product of wgmma together
 # How many threads must have arrived before an instruction runs, by the beginning of its name.
 SCOPES = {
-    "bar.sync": 0,  # all threads of the block
-    "barrier.sync": 0,
-    "cp.async.commit_group": 0,  # Triton's warps copy together, and groups are counted by block
+    # 0: all threads of the block. Triton's warps copy together, and groups are counted by block.
+    "cp.async.commit_group": 0,
     "cp.async.wait": 0,
     "wgmma.": GROUP,
     "bar.warp.sync": WARP,
@@ -43,7 +46,10 @@ SCOPES = {
     "mma.sync": WARP,
     "ldmatrix.sync": WARP,
     "stmatrix.sync": WARP,
+    "elect.sync": WARP,
 }
+JUMPS = ("bra", "brx", "ret", "exit")
+BARRIERS = ("bar.sync", "barrier.sync")
 
 
 class UnknownInstruction(Exception):
@@ -78,11 +84,18 @@ class Machine:
         self._dtypes: list[type] = []
         self.registers: list[np.ndarray] = []
         self.written: list[int] = []  # when a register was written, in executed instructions
+        # Where threads wait for something: a function that says for whom it is done, [threads].
+        self.waits: dict[int, Callable[[], np.ndarray]] = {}
         self.now = 0  # the number of the instruction that is executed
         self.mask: np.ndarray | None = None  # threads that execute it; None: all
         self.unit = _least_access(program)
-        self.steps = [self._translate(i, instructions) for i in program.code]
+        self.steps = []
+        for place, instruction in enumerate(program.code):
+            self.now = place
+            self.steps.append(self._translate(instruction, instructions))
         self.scopes = [self._scope(i) for i in program.code]
+        # Where threads meet at a barrier: its name, and of how many threads.
+        self.meetings = [self._meeting(i) for i in program.code]
         self.touched = [self._touched(i) for i in program.code]
         self._ends = self._straight_lines()
 
@@ -108,6 +121,9 @@ class Machine:
         if operand in SPECIAL:
             special = SPECIAL[operand]
             return lambda: getattr(self, special)
+        if match := re.fullmatch(r"\w+_param_(\d+)", operand):
+            number = np.asarray(PARAMETERS + int(match[1]), UNSIGNED[bits // 8])
+            return lambda: number
         if operand[0] == "%":
             slot, registers = self.slot(operand), self.registers
             return lambda: registers[slot]
@@ -169,11 +185,15 @@ class Machine:
         """The executing threads as device memory notes them, int64 [k]."""
         return self._stamps[self.lanes]
 
+    def stamps_of(self, lane: int) -> int:
+        """One thread as device memory notes it."""
+        return int(self._stamps[lane])
+
     # Translation
 
     def _translate(self, instruction: Instruction, instructions) -> Step:
         kind = instruction.parts[0]
-        if kind in ("bra", "ret", "exit"):
+        if kind in JUMPS:
             return lambda: None  # `_run_batch` does it
         if kind not in instructions:
             raise UnknownInstruction(instruction.text)
@@ -205,6 +225,13 @@ class Machine:
                 return scope or self.block_threads
         return None
 
+    def _meeting(self, instruction: Instruction) -> tuple[int, int] | None:
+        """The barrier at which threads meet, and how many of them; 0: all of the block."""
+        if not instruction.name.startswith(BARRIERS):
+            return None
+        name, *count = (int(operand, 0) for operand in instruction.operands)
+        return name, count[0] if count else 0
+
     def _touched(self, instruction: Instruction) -> frozenset[int]:
         """The registers that an instruction reads or writes, but for those of a matrix product."""
         if instruction.parts[0] == "wgmma":
@@ -217,7 +244,8 @@ class Machine:
         code = self.program.code
         stops = set(self.program.labels.values()) | {len(code)}
         for place, instruction in enumerate(code):
-            if instruction.parts[0] in ("bra", "ret", "exit") or self.scopes[place]:
+            meets = self.scopes[place] or self.meetings[place] or place in self.waits
+            if instruction.parts[0] in JUMPS or meets:
                 stops.add(place)
         ends, stop = [0] * len(code), len(code)
         for place in reversed(range(len(code))):
@@ -264,12 +292,17 @@ class Machine:
         self.local = np.full((self.threads, self.program.local_bytes), 0xFF, np.uint8)
         self.copies: list[list[list]] = [[] for _ in blocks]  # groups of copies by block
         self.open_copies: list[list] = [[] for _ in blocks]
-        # Matrix products that run, in the same way: units of shared memory that one reads, and its
-        # registers.
-        self.products: list[list[list]] = [[] for _ in blocks]
-        self.open_products: list[list] = [[] for _ in blocks]
+        # Matrix products that run, in the same way, by group of four warps: units of shared memory
+        # that one reads, and its registers.
+        groups = -(-self.threads // GROUP)
+        self.products: list[list[list]] = [[] for _ in range(groups)]
+        self.open_products: list[list] = [[] for _ in range(groups)]
         self.busy: set[int] = set()  # registers of these products
         self.fenced = -1  # when wgmma.fence was last executed
+        self.memory_barriers: dict[tuple[int, int], Any] = {}  # by block and address
+        self.blocked = np.zeros(self.threads, bool)  # threads that cannot go on
+        self.waiting = np.zeros(self.threads, bool)  # those of them that wait for an mbarrier
+        self.met = np.full(self.threads, -1)  # the barrier that a thread has come to
         undefined = {
             np.dtype(d): np.zeros(self.threads, d)
             if d is np.bool_
@@ -285,13 +318,14 @@ class Machine:
             self.findings.add("shared memory: the kernel ends before a copy into it")
         if any(self.open_products) or any(any(groups) for groups in self.products):
             self.findings.add("wgmma: the kernel ends before a product")
+        for barrier in self.memory_barriers.values():
+            barrier.check_at_the_end()
 
     def _run_batch(self) -> None:
         code, steps, ends, labels = self.program.code, self.steps, self._ends, self.program.labels
         end = len(code)
         place: int = 0
         places: np.ndarray | None = None  # of every thread, where they differ
-        blocked = np.zeros(self.threads, bool)
         warp = self.order * (self.tid // WARP).astype(np.int64)
         if self.order:
             places = np.zeros(self.threads, np.int64)
@@ -300,40 +334,60 @@ class Machine:
                 alive = places < end
                 if not alive.any():
                     return
-                ready = alive & ~blocked
+                ready = alive & ~self.blocked
                 if not ready.any():
                     # Nobody can go on: threads wait for each other at different places.
                     self.now = int(places[alive].min())
-                    self.findings.add("threads wait for each other at different places")
-                    blocked = alive & (places != self.now)
-                    self.mask = alive & ~blocked
-                    steps[self.now]()
-                    self.executed += 1
-                    places = np.where(self.mask, self.now + 1, places)
-                    continue
+                    self.findings.add(
+                        "threads wait for a phase of an mbarrier that nobody completes"
+                        if self.now in self.waits
+                        else "threads wait for each other at different places"
+                    )
+                    return
                 if self.order:
                     first = ready & (warp == warp[ready].min())
                     place = int(places[first].min())
-                    active = alive & (places == place) & (first | blocked)
+                    active = alive & (places == place) & (first | self.blocked)
                 else:
                     place = int(places[ready].min())
                     active = alive & (places == place)
                 scope = self.scopes[place]
                 if scope is not None:
                     complete = (active | ~alive).reshape(-1, scope).all(axis=1).repeat(scope)
-                    blocked = blocked & ~(active & complete) | active & ~complete
+                    self.blocked = self.blocked & ~(active & complete) | active & ~complete
                     active = active & complete
                     if not active.any():
                         continue
+                elif place in self.waits:
+                    done = self.waits[place]()
+                    self.waiting |= active & ~done
+                    self.blocked |= active & ~done
+                    active = active & done
+                    if not active.any():
+                        continue
+                elif self.meetings[place] is not None:
+                    self.now = place
+                    places = self._meet(places, active & ~self.blocked, alive)
+                    continue
                 if active.all() and not self.order:
                     places, self.mask = None, None
                 else:
                     self.mask = active
+            elif place in self.waits or self._is_of_some(place):
+                places = np.full(self.threads, place)
+                continue
             if place == end:
                 return
             self.now = place
             kind = code[place].parts[0]
-            if kind in ("bra", "ret", "exit"):
+            if kind == "brx":
+                self.executed += 1
+                places = np.full(self.threads, place) if places is None else places
+                places = np.where(
+                    True if self.mask is None else self.mask, self._chosen(code[place]), places
+                )
+                continue
+            if kind in JUMPS:
                 target = labels[code[place].operands[0]] if kind == "bra" else end
                 taken = self._guard(code[place])
                 self.executed += 1
@@ -359,11 +413,39 @@ class Machine:
             else:
                 places = np.where(self.mask, stop, places)
 
+    def _is_of_some(self, place: int) -> bool:
+        """Whether a place is a barrier of some warps of a block only."""
+        meeting = self.meetings[place] if place < len(self.meetings) else None
+        return meeting is not None and 0 < meeting[1] < self.block_threads
+
+    def _meet(self, places: np.ndarray, arriving: np.ndarray, alive: np.ndarray) -> np.ndarray:
+        """Threads come to a barrier. Those of blocks in which it is complete go on."""
+        meeting = self.meetings[self.now]
+        assert meeting is not None
+        name, count = meeting
+        self.met[arriving], self.blocked[arriving] = name, True
+        here = (self.met == name).reshape(self.blocks, -1)
+        needed = count or alive.reshape(self.blocks, -1).sum(axis=1)
+        met = (here & (here.sum(axis=1) >= needed)[:, None]).reshape(-1)
+        if met.any():
+            self.executed += 1
+            self.mask = met
+            self.barrier()
+            self.met[met], self.blocked[met] = -1, False
+        return np.where(met, places + 1, places)
+
+    def _chosen(self, instruction: Instruction) -> np.ndarray:
+        """The place that ``brx.idx`` chooses, of every thread."""
+        labels = self.program.tables[instruction.operands[1]]
+        places = np.array([self.program.labels[label] for label in labels])
+        number = self.getter(instruction.operands[0])()
+        return places[np.minimum(number, len(places) - 1)]
+
     def _check_busy(self, touched: frozenset[int]) -> None:
-        """Note it if a block touches registers of a product of its own that still runs."""
-        for block in self.active_block_numbers():
-            groups = (*self.products[block], self.open_products[block])
-            if any(touched & slots for group in groups for _, slots in group):
+        """Note it if a group touches registers of a product of its own that still runs."""
+        for group in self.active_groups():
+            products = (*self.products[group], self.open_products[group])
+            if any(touched & slots for some in products for _, slots in some):
                 self.findings.add("wgmma: a register is touched before the product is done")
 
     def _guard(self, instruction: Instruction) -> np.ndarray | None:
@@ -374,16 +456,19 @@ class Machine:
 
     # Synchronization, for translations
 
-    def active_blocks(self) -> np.ndarray | None:
-        """The blocks that execute the instruction, bool [blocks]; None: all."""
-        if self.mask is None:
-            return None
-        return self.mask.reshape(self.blocks, -1).any(axis=1)
-
     def active_block_numbers(self) -> Sequence[int]:
         """The numbers, within the batch, of the blocks that execute the instruction."""
-        active = self.active_blocks()
-        return range(self.blocks) if active is None else [int(i) for i in np.nonzero(active)[0]]
+        return self._active(self.blocks)
+
+    def active_groups(self) -> Sequence[int]:
+        """The numbers, within the batch, of the groups of four warps that execute it."""
+        return self._active(len(self.products))
+
+    def _active(self, parts: int) -> Sequence[int]:
+        if self.mask is None:
+            return range(parts)
+        active = self.mask.reshape(parts, -1).any(axis=1)
+        return [int(i) for i in np.nonzero(active)[0]]
 
     def active_warps(self) -> np.ndarray:
         """The warps that execute the instruction, bool [blocks * warps]."""
@@ -392,12 +477,19 @@ class Machine:
         return self.mask.reshape(-1, WARP).any(axis=1)
 
     def barrier(self) -> None:
-        """The threads of blocks wait for each other."""
-        blocks = self.active_blocks()
-        self.shared.barrier(blocks)
-        one = 1 << EPOCH
-        passed = one if blocks is None else np.where(blocks[self.block_of], one, 0)
+        """The threads that execute the instruction wait for those of their block."""
+        warps = self.active_warps()
+        self.shared.barrier(warps)
+        if self._is_of_some(self.now):
+            return  # of device memory, only barriers of whole blocks are watched
+        met = warps.reshape(self.blocks, -1).any(axis=1)
+        passed = np.where(met[self.block_of], 1 << EPOCH, 0)
         self._stamps = self._stamps + passed  # a new array: lists of accesses refer to the old
+
+    def completed(self, block: int) -> None:
+        """A phase of an mbarrier of a block is complete: those who wait for one look again."""
+        of_block = self.waiting & (self.block_of == block)
+        self.waiting[of_block] = self.blocked[of_block] = False
 
 
 SPECIAL = {
@@ -415,6 +507,6 @@ def _least_access(program: Program) -> int:
         if parts[0] in ("ld", "st") and parts[1].startswith("shared"):
             vector = next((int(p[1:]) for p in parts if re.fullmatch(r"v\d", p)), 1)
             least = min(least, vector * int(re.sub(r"\D", "", parts[-1])) // 8)
-        elif parts[0] == "cp" and len(instruction.operands) > 2:
+        elif instruction.name.startswith("cp.async.c") and len(instruction.operands) > 2:
             least = min(least, int(instruction.operands[2], 0))
     return least

@@ -213,21 +213,21 @@ def group_product(machine: Machine, instruction: Instruction) -> Step:
     if name.startswith("wgmma.commit_group"):
 
         def commit() -> None:
-            for block in machine.active_block_numbers():
-                machine.products[block].append(machine.open_products[block])
-                machine.open_products[block] = []
+            for group in machine.active_groups():
+                machine.products[group].append(machine.open_products[group])
+                machine.open_products[group] = []
 
         return commit
     if name.startswith("wgmma.wait_group"):
         keep = int(instruction.operands[0])
 
         def wait() -> None:
-            for block in machine.active_block_numbers():
-                groups = machine.products[block]
-                done = groups[: max(0, len(groups) - keep)]
-                machine.products[block] = groups[len(done) :]
-                for units, _ in (one for group in done for one in group):
-                    machine.shared.end_product(units)
+            for group in machine.active_groups():
+                started = machine.products[group]
+                done = started[: max(0, len(started) - keep)]
+                machine.products[group] = started[len(done) :]
+                for units, _ in (one for some in done for one in some):
+                    machine.shared.end_product(units, group * GROUP)
             left = (one for groups in machine.products for group in groups for one in group)
             machine.busy = {slot for _, slots in left for slot in slots}
 
@@ -297,7 +297,7 @@ def _group_product(machine: Machine, instruction: Instruction) -> Step:
             machine.written[slot] = machine.fenced  # products follow each other in order
         for i, lane in enumerate(lanes):
             touched = np.concatenate([of_groups[i] for of_groups in units])
-            machine.open_products[machine.block_of[lane]].append((touched, frozenset(read)))
+            machine.open_products[lane // GROUP].append((touched, frozenset(read)))
         machine.busy |= set(read)
 
     return run

@@ -9,6 +9,7 @@ have names of their own.
 from __future__ import annotations
 
 import re
+from itertools import count
 from typing import NamedTuple
 
 
@@ -35,6 +36,8 @@ class Program(NamedTuple):
     labels: dict[str, int]  # index of the instruction that follows a label
     types: dict[str, str]  # of registers: by name, or by the beginning of numbered names
     local_bytes: int = 0  # memory that every thread has for itself
+    threads: int = 0  # of a block, if the kernel says so
+    tables: dict[str, list[str]] = {}  # labels that ``brx.idx`` chooses from  # noqa: RUF012
 
 
 SKIPPED = (
@@ -46,12 +49,14 @@ SKIPPED = (
     ".b8",
     ".b32",
     ".b64",
-    ".branchtargets",
 )
 _COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.S)
 _LABEL = re.compile(r"^([$\w]+):\s*")
 _NUMBERED = re.compile(r"(%\w+?)<\d+>$")
 _GUARD = re.compile(r"@(!?)(%\w+)\s+")
+_TABLE = re.compile(r"([$\w]+):\s*\.branchtargets([^;]*);")
+# Braces that hold statements, on lines of their own; within them, those of ``{%r1, %r2}``.
+_BLOCK = re.compile(r"\{\n(?:[^{}]|\{[^{}\n]*\})*\}")
 
 
 def parse(text: str) -> Program:
@@ -73,8 +78,12 @@ def parse(text: str) -> Program:
     """
     body = text[text.index(".visible .entry") :]
     header = body[: body.index(")\n")]
-    parameters = re.findall(r"\.param \.(\w+)[^\n]*?\w+_param_\d+", header)
+    parameters = re.findall(r"\.param (?:\.align \d+ )?\.(\w+)[^\n]*?\w+_param_\d+", header)
+    threads = re.search(r"\n\.(?:req|max)ntid (\d+)", body)
     body = _COMMENT.sub("", body[body.index("{\n") + 2 :]).split("\n.section")[0]
+    tables = {name: re.findall(r"[$\w]+", labels) for name, labels in _TABLE.findall(body)}
+    numbers = count()
+    body = _BLOCK.sub(lambda m: _with_own_labels(m[0], next(numbers)), _TABLE.sub("", body))
     code: list[Instruction] = []
     labels: dict[str, int] = {}
     types: dict[str, str] = {}
@@ -99,7 +108,26 @@ def parse(text: str) -> Program:
             if len(scopes) > 1:
                 scopes.pop()
     local = re.search(r"\.local[^\n]*\[(\d+)\]", body)
-    return Program(parameters, code, labels, types, int(local[1]) if local else 0)
+    return Program(
+        parameters,
+        code,
+        labels,
+        types,
+        int(local[1]) if local else 0,
+        int(threads[1]) if threads else 0,
+        tables,
+    )
+
+
+def _with_own_labels(block: str, number: int) -> str:
+    """Statements in braces whose labels no other braces have.
+
+    >>> _with_own_labels("{\\nwaitLoop:\\n@!p bra.uni waitLoop;\\n}", 3)
+    '{\\nwaitLoop_3:\\n@!p bra.uni waitLoop_3;\\n}'
+    """
+    for label in re.findall(r"^\s*(\w+):", block, re.M):
+        block = re.sub(rf"(?<![$\w]){label}\b", f"{label}_{number}", block)
+    return block
 
 
 def _declare(statement: str, types: dict[str, str], scopes: list[dict[str, str]]) -> None:

@@ -2,12 +2,16 @@
 
 Threads of a block share this memory, and nothing orders their accesses but
 
-- barriers, between all threads of the block,
+- barriers, between all threads of the block or some of its warps,
+- ``mbarrier``, between those who arrive and those who wait for it,
 - ``bar.warp.sync``, between the threads of a warp,
 - waits, for copies and matrix products that run beside the threads (``cp.async``, ``wgmma``),
 - ``fence.proxy.async``, between writes of threads and reads of matrix products.
 
-So every unit of memory remembers its last writer, the warps that read it, and what runs beside.
+So every unit of memory remembers its last writer, when each warp read it, and what runs beside.
+Warps have clocks (vector clocks; Mattern 1989): a warp knows up to which time of every other one
+all accesses come before its own next. Bulk copies that announce themselves at one ``mbarrier`` have
+a clock, too, as if they were a warp: its time is the number of the copy.
 """
 
 from __future__ import annotations
@@ -18,7 +22,10 @@ from .findings import Findings
 from .global_memory import UNSIGNED
 
 WARP = 32
-THREADS = 10  # bits for the number of a thread in its block
+THREADS = 11  # bits for the number of a thread in its block; those from 1024 on are bulk copies
+CLOCK = 40  # bits to shift the time of an access
+COPIES = 1024 // WARP  # the first clock of bulk copies, after those of warps
+CLOCKS = (1 << THREADS) // WARP
 
 
 class SharedMemory:
@@ -42,10 +49,11 @@ class SharedMemory:
         self._base = thread // (warps * WARP) * self.size
         self._thread = (thread % (warps * WARP)).astype(np.int64)
         self._warp = thread // WARP  # among those of the batch
-        self._bit = (1 << (self._thread // WARP)).astype(np.uint16)
         self._synchronized = np.zeros(blocks * warps, np.int64)  # times a warp was synchronized
-        self.writers = np.zeros(units, np.int64)  # the last writer since the last barrier, or 0
-        self.readers = np.zeros(units, np.uint16)  # warps that have read since then, as bits
+        self._clock = np.ones(blocks * warps, np.int64)
+        self._seen = np.zeros((blocks * warps, CLOCKS), np.int64)  # what comes before a warp's next
+        self.writers = np.zeros(units, np.int64)  # the last writer (`_stamps`), or 0
+        self.readers = np.zeros((units, warps), np.int32)  # when each warp last read
         self.last_readers = np.zeros(units, np.int64)
         self.copied = np.zeros(units, bool)  # an asynchronous copy will write here
         self.multiplied = np.zeros(units, np.uint8)  # matrix products that may still read here
@@ -67,10 +75,12 @@ class SharedMemory:
         """Write values [k, count] at every address [k]."""
         size, count = values.dtype.itemsize, values.shape[1]
         place = self._place(address, size * count, lanes)
-        units = self._note_writes(place, size * count, lanes)
-        self.unfenced[units] = (self._thread[lanes] // WARP + 1)[:, None]
         elements = self.bytes.view(values.dtype)
         places = (place // size)[:, None] + np.arange(count)
+        # Several warps may write the same number, such as a constant, at one place.
+        new = (elements[places] != values).any(axis=1)
+        units = self._note_writes(place, size * count, lanes, new)
+        self.unfenced[units] = (self._thread[lanes] // WARP + 1)[:, None]
         elements[places] = values
         if (differ := (elements[places] != values).any(axis=1)).any():
             warps = self._thread[lanes][differ] // WARP
@@ -85,7 +95,7 @@ class SharedMemory:
         of them is right, and a GPU always keeps the same one. So that is only remarked upon.
         Between warps it is a race.
         """
-        winners = (self.writers[units] - 1 & (1 << THREADS) - 1) // WARP
+        winners = _number(self.writers[units]) // WARP
         alike = kept.dtype == np.uint32 and bool((winners == warps[:, None]).all())
         if alike:
             a, b = kept.view(np.float32), lost.view(np.float32)
@@ -113,50 +123,68 @@ class SharedMemory:
         return first[:, None] + np.arange(size // self.unit)
 
     def _stamps(self, lanes) -> np.ndarray:
-        return (self._synchronized[self._warp[lanes]] << THREADS | self._thread[lanes]) + 1
+        """Notes of an access: in one number clock, synchronizations of the warp, and thread."""
+        warps = self._warp[lanes]
+        synchronized = self._synchronized[warps] << THREADS
+        return self._clock[warps] << CLOCK | synchronized | self._thread[lanes]
 
-    def _conflict(self, others: np.ndarray, lanes) -> tuple[bool, bool]:
-        """Whether accesses `others` [k, units] are unordered, of another warp and of this one."""
+    def _conflict(self, others: np.ndarray, lanes) -> tuple[bool, bool, bool]:
+        """Whether accesses `others` [k, units] are unordered: of another warp, of this one, or of
+        a bulk copy."""
         stamp = self._stamps(lanes)[:, None]
         different = (others != 0) & (others != stamp)
         if not different.any():
-            return False, False
-        thread = (others - 1) & ((1 << THREADS) - 1)
-        same_warp = thread // WARP == (self._thread[lanes] // WARP)[:, None]
-        recent = (others - 1) >> THREADS == (stamp - 1) >> THREADS
-        same_thread = thread == self._thread[lanes][:, None]
-        across = different & ~same_warp
-        within = different & same_warp & recent & ~same_thread
-        return bool(across.any()), bool(within.any())
+            return False, False, False
+        other, own = _number(others) // WARP, (self._thread[lanes] // WARP)[:, None]
+        across = different & (other != own)
+        across &= others >> CLOCK > self._seen[self._warp[lanes][:, None], other]
+        recent = others >> THREADS == stamp >> THREADS
+        within = different & (other == own) & recent
+        of_copies = across & (other >= COPIES)
+        return bool((across & ~of_copies).any()), bool(within.any()), bool(of_copies.any())
 
     def _note_reads(self, place: np.ndarray, size: int, lanes) -> None:
         units = self._units(place, size)
-        across, within = self._conflict(self.writers[units], lanes)
+        self._check_reads(units, lanes)
+        self.last_readers[units] = self._stamps(lanes)[:, None]
+        warps = self._warp[lanes]
+        self.readers[units, warps[:, None] % self.warps] = self._clock[warps][:, None]
+
+    def _check_reads(self, units: np.ndarray, lanes) -> None:
+        across, within, of_copies = self._conflict(self.writers[units], lanes)
         if across:
             self.findings.add("shared memory: read of what another warp wrote, without a barrier")
         if within:
             self.findings.add("shared memory: read of what another thread of the warp wrote")
+        if of_copies:
+            self.findings.add("shared memory: read of what a bulk copy writes, without a wait")
         if self.copied[units].any():
             self.findings.add("shared memory: read of what cp.async has not yet written")
-        self.last_readers[units] = self._stamps(lanes)[:, None]
-        bits = self._bit[lanes]
-        for bit in np.unique(bits):  # threads of several warps may read one unit
-            of_warp = units[bits == bit]
-            self.readers[of_warp] |= bit
 
-    def _note_writes(self, place: np.ndarray, size: int, lanes) -> np.ndarray:
+    def _note_writes(self, place: np.ndarray, size: int, lanes, new: np.ndarray) -> np.ndarray:
+        """Note writes, and check those that are `new` [k]: that change what is there."""
         units = self._units(place, size)
-        self._check_writes(units, lanes)
+        if new.any():
+            self._check_writes(units[new], np.arange(len(self._thread))[lanes][new])
         self.writers[units] = self._stamps(lanes)[:, None]
         return units
 
+    def is_unseen(self, address: np.ndarray, size: int, lanes) -> bool:
+        """Whether other warps have written at addresses, and these threads do not know it yet."""
+        units = self._units(self._place(address, size, lanes), size)
+        return any(self._conflict(self.writers[units], lanes))
+
     def _check_writes(self, units: np.ndarray, lanes) -> None:
-        across, within = self._conflict(self.writers[units], lanes)
+        across, within, of_copies = self._conflict(self.writers[units], lanes)
         if across:
             self.findings.add("shared memory: two warps write at one place, without a barrier")
         if within:
             self.findings.add("shared memory: two threads of a warp write at one place")
-        if (self.readers[units] & ~self._bit[lanes][:, None]).any():
+        if of_copies:
+            self.findings.add("shared memory: write of what a bulk copy writes, without a wait")
+        unseen = self.readers[units] > self._seen[self._warp[lanes], None, : self.warps]
+        own = self._thread[lanes][:, None, None] // WARP == np.arange(self.warps)
+        if (unseen & ~own).any():
             self.findings.add("shared memory: write of what another warp read, without a barrier")
         elif self._conflict(self.last_readers[units], lanes)[1]:
             self.findings.add("shared memory: write of what another thread of the warp read")
@@ -167,13 +195,31 @@ class SharedMemory:
 
     # Synchronization
 
-    def barrier(self, blocks: np.ndarray | None) -> None:
-        """All threads of some blocks (bool [blocks], None: all) have waited for each other."""
-        for table in (self.writers, self.readers, self.last_readers):
-            if blocks is None:
-                table[:] = 0
-            else:
-                table.reshape(self.blocks, -1)[blocks] = 0
+    def barrier(self, warps: np.ndarray) -> None:
+        """Some warps of some blocks (bool [blocks * warps]) have waited for each other."""
+        self.published(np.nonzero(warps)[0])
+        met = warps.reshape(self.blocks, self.warps, 1)
+        seen = self._seen.reshape(self.blocks, self.warps, CLOCKS)
+        latest = np.where(met, seen, 0).max(axis=1, keepdims=True)
+        seen[:] = np.where(met, latest, seen)
+
+    def published(self, warps: np.ndarray) -> np.ndarray:
+        """Clocks of what comes before anything that waits for these warps now, [k, CLOCKS].
+
+        Their later accesses get a later time.
+        """
+        self._seen[warps, warps % self.warps] = self._clock[warps]
+        self._clock[warps] += 1
+        return self._seen[warps]
+
+    def acquire(self, warps: np.ndarray, clocks: np.ndarray) -> None:
+        """Let everything up to `clocks` come before what these warps do next."""
+        self._seen[warps] = np.maximum(self._seen[warps], clocks)
+
+    def has_seen(self, block: int, clock: int, time: int) -> bool:
+        """Whether a warp of a block has waited for what happened at a time of a clock."""
+        warps = slice(block * self.warps, (block + 1) * self.warps)
+        return bool((self._seen[warps, clock] >= time).any())
 
     def synchronize_warps(self, warps: np.ndarray | slice) -> None:
         """The threads of some warps, by number in the batch, have waited for each other."""
@@ -197,6 +243,31 @@ class SharedMemory:
         self.writers[units] = self._stamps(lanes)[:, None]
         self.unfenced[units] = (self._thread[lanes] // WARP + 1)[:, None]
         self.bytes[place[:, None] + np.arange(size)] = values
+
+    def copy_in_bulk(
+        self, places: np.ndarray, values: np.ndarray, thread: int, clock: int, time: int
+    ) -> None:
+        """A bulk copy that a thread of the batch starts writes bytes `values` [n] at `places` [n].
+
+        Whoever reads them must have waited for the `time` of its `clock`.
+        """
+        if len(places) and (places.min() < 0 or places.max() >= self.limit):
+            self.findings.add("shared memory: out of bounds")
+            places = np.clip(places, 0, self.limit - 1)
+        lanes = np.asarray([thread])
+        places = places + self._base[thread]
+        units = np.unique(places // self.unit)
+        self._check_writes(units[None], lanes)
+        if self.unfenced[units].any():
+            self.findings.add("shared memory: a bulk copy writes where no fence follows a store")
+        self.unfenced[units] = 0
+        self.writers[units] = time << CLOCK | clock * WARP
+        self.bytes[places] = values
+
+    def is_unfenced(self, address: int, size: int, thread: int) -> bool:
+        """Whether no fence follows a store to `size` bytes of the block of `thread`."""
+        first = int(address + self._base[thread]) // self.unit
+        return bool(self.unfenced[first : first + -(-size // self.unit)].any())
 
     # Matrix products that read shared memory
 
@@ -224,30 +295,46 @@ class SharedMemory:
             places = np.clip(places, 0, self.limit - 1)
         units = (places + self._base[lanes][:, None]) // self.unit
         others = self.writers[units]
-        thread = (others - 1) & ((1 << THREADS) - 1)
-        group = (self._thread[lanes] // (4 * WARP))[:, None]
-        if ((others != 0) & (thread // (4 * WARP) != group)).any():
+        # Four warps share a product: each has to wait for what any of them wrote.
+        warps = self._warp[lanes][:, None] + np.arange(4)
+        seen = self._seen[warps].min(axis=1)
+        other = _number(others) // WARP
+        unseen = others >> CLOCK > np.take_along_axis(seen, other, axis=1)
+        of_copies, own = other >= COPIES, other // 4 == self._thread[lanes][:, None] // WARP // 4
+        if (unseen & of_copies).any():
+            self.findings.add("shared memory: wgmma reads what a bulk copy writes, without a wait")
+        if (unseen & ~of_copies & ~own).any():
             self.findings.add("shared memory: wgmma reads what another group wrote, no barrier")
-        elif (others != 0).any():
-            # Four warps share a product: what one of them wrote, the others have to wait for.
+        elif (unseen & own).any():
             self.findings.add("shared memory: wgmma reads what a warp wrote, without a barrier")
         if self.copied[units].any():
             self.findings.add("shared memory: wgmma reads what cp.async has not yet written")
         if self.unfenced[units].any():
             self.findings.add("shared memory: wgmma reads what no fence has made visible to it")
-        bits, of_groups = self._bit[lanes], []
-        for of_group, bit in zip(units, bits | bits << 1 | bits << 2 | bits << 3, strict=True):
-            of_groups.append(np.unique(of_group))
-            self.multiplied[of_groups[-1]] += 1
-            self.readers[of_groups[-1]] |= np.uint16(bit)  # all four warps read
+        of_groups = [np.unique(of_group) for of_group in units]
+        for of_group, four in zip(of_groups, warps, strict=True):
+            self.multiplied[of_group] += 1
+            self._read_by(of_group, four)
         return of_groups
 
-    def end_product(self, units: np.ndarray) -> None:
-        """A product that read `units`, each as often as it stands there, is done."""
+    def end_product(self, units: np.ndarray, lane: int) -> None:
+        """A product of the warps from that of thread `lane` on is done.
+
+        It has read `units`, each as often as it stands there, until now.
+        """
         np.subtract.at(self.multiplied, units, 1)
+        self._read_by(units, self._warp[lane] + np.arange(4))
+
+    def _read_by(self, units: np.ndarray, warps: np.ndarray) -> None:
+        self.readers[units[:, None], warps % self.warps] = self._clock[warps]
 
     def gather_product(self, places: np.ndarray, lanes: np.ndarray, size: int) -> np.ndarray:
         """Numbers of `size` bytes at `places` [g, n], in bytes: [g, n]."""
         places = np.clip(places, 0, self.limit - size)
         elements = self.bytes.view(UNSIGNED[size])
         return elements[(places + self._base[lanes][:, None]) // size]
+
+
+def _number(stamps: np.ndarray) -> np.ndarray:
+    """The threads of `_stamps`; for bulk copies `WARP` times their clock."""
+    return stamps & ((1 << THREADS) - 1)

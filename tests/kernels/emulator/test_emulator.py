@@ -53,11 +53,12 @@ def execute(body: str, x: Tensor, blocks: int = 1, shared_bytes: int = 1024) -> 
 
 
 def executed(
-    body: str, x: Tensor, blocks: int = 1, shared_bytes: int = 1024
+    body: str, x: Tensor, blocks: int = 1, shared_bytes: int = 1024, order: int = 0
 ) -> tuple[Machine, Tensor]:
     """Run a program, and return the machine as it is then, and what is stored."""
     ptx = PROGRAM.format(threads=THREADS, body=body)
     machine = Machine(parse(ptx), THREADS // 32, shared_bytes, INSTRUCTIONS)
+    machine.order = order
     out = torch.zeros_like(x)
     memory = GlobalMemory([x, out], machine.findings)
     machine.run((blocks,), [x.data_ptr(), out.data_ptr()], memory, range(blocks))
@@ -77,6 +78,12 @@ def bits(x: Tensor) -> np.ndarray:
     return x.numpy().view(np.uint32)
 
 
+# Thread 0 makes an mbarrier for so many threads, behind 512 bytes of shared memory.
+MAKE_BARRIER = (
+    "mov.b32 %r20, 512; setp.eq.s32 %p2, %r1, 0; "
+    "@%p2 mbarrier.init.shared::cta.b64 [%r20], {}; bar.sync 0;"
+)
+WAIT_FOR_PHASE = "\n$W:\n mbarrier.try_wait.parity.shared::cta.b64 %p3, [%r20], {}; @!%p3 bra $W;\n"
 FLOAT_PROGRAMS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "add": ("add.f32 %r6, %r5, 0f3F800000;", lambda x: x + 1),
     "fma": ("fma.rn.f32 %r6, %r5, %r5, %r5;", lambda x: (x.double() * x.double() + x).float()),
@@ -119,6 +126,33 @@ FLOAT_PROGRAMS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "shared memory behind a barrier": (
         "st.shared.b32 [%r4], %r5; bar.sync 0; xor.b32 %r7, %r4, 252; ld.shared.b32 %r6, [%r7];",
         lambda x: x.flip(0),
+    ),
+    "shared memory behind a named barrier": (
+        "st.shared.b32 [%r4], %r5; bar.sync 3, 64; xor.b32 %r7, %r4, 252; "
+        "ld.shared.b32 %r6, [%r7];",
+        lambda x: x.flip(0),
+    ),
+    "shared memory behind an mbarrier": (
+        MAKE_BARRIER.format(64)
+        + "st.shared.b32 [%r4], %r5; mbarrier.arrive.shared::cta.b64 _, [%r20];"
+        + WAIT_FOR_PHASE.format(0)
+        + "xor.b32 %r7, %r4, 252; ld.shared.b32 %r6, [%r7];",
+        lambda x: x.flip(0),
+    ),
+    "warps that meet at one barrier from two places": (
+        "st.shared.b32 [%r4], %r5; setp.lt.s32 %p1, %r1, 32; @%p1 bra $L1; bar.sync 3, 64; "
+        "bra.uni $L2;\n$L1:\n bar.sync 3, 64;\n"
+        "$L2:\n xor.b32 %r7, %r4, 252; ld.shared.b32 %r6, [%r7];",
+        lambda x: x.flip(0),
+    ),
+    "a jump by a table": (
+        "$T: .branchtargets $A, $B; and.b32 %r8, %r1, 1; brx.idx %r8, $T;\n"
+        "$A:\n neg.f32 %r6, %r5; bra.uni $C;\n$B:\n mov.b32 %r6, %r5;\n$C:\n",
+        lambda x: torch.where(torch.arange(THREADS) % 2 == 0, -x, x),
+    ),
+    "one thread of every warp": (
+        "mov.b32 %r6, %r5; elect.sync %r8|%p1, -1; @%p1 neg.f32 %r6, %r5;",
+        lambda x: torch.where(torch.arange(THREADS) % 32 == 0, -x, x),
     ),
     "a copy that is waited for": (
         "cp.async.ca.shared.global [%r4], [%rd1], 4; cp.async.commit_group; "
@@ -261,6 +295,20 @@ MISTAKES = {
         "ld.param.u64 %rd5, [program_param_1]; xor.b32 %r7, %r4, 128; cvt.u64.u32 %rd6, %r7; "
         "add.s64 %rd5, %rd5, %rd6; ld.global.b32 %r6, [%rd5]; st.global.b32 [%rd2], %r5;"
     ),
+    "threads wait for a phase of an mbarrier that nobody completes": (
+        MAKE_BARRIER.format(65)
+        + "mbarrier.arrive.shared::cta.b64 _, [%r20];"
+        + WAIT_FOR_PHASE.format(0)
+        + "mov.b32 %r6, %r5;"
+    ),
+    "mbarrier: more threads arrive than it was made for": (
+        MAKE_BARRIER.format(1)
+        + "@%p2 mbarrier.arrive.expect_tx.shared::cta.b64 _, [%r20], 16; bar.sync 0; "
+        "@%p2 mbarrier.arrive.shared::cta.b64 _, [%r20]; mov.b32 %r6, %r5;"
+    ),
+    "mbarrier: used before it is made": (
+        "mov.b32 %r20, 512; mbarrier.arrive.shared::cta.b64 _, [%r20]; mov.b32 %r6, %r5;"
+    ),
     "threads wait for each other at different places": (
         "setp.lt.s32 %p1, %r1, 32; @%p1 bra $L1; bar.sync 0; bra.uni $L2;\n"
         "$L1:\n bar.sync 0; bar.sync 0;\n$L2:\n mov.b32 %r6, %r5;"
@@ -275,6 +323,14 @@ def test_a_mistake_is_noticed(mistake: str) -> None:
     assert mistake in findings
 
 
+def test_two_warps_may_write_what_is_there_already() -> None:
+    """One number, written by all warps as one, or by one after the other."""
+    for order in (0, 1):
+        body = "st.shared.b32 [0], 7; bar.sync 0; mov.b32 %r6, %r5;"
+        machine, _ = executed(body, floats(), order=order)
+        assert not machine.findings.counts
+
+
 def test_roundings_of_one_warp_are_a_remark_and_of_two_warps_a_race() -> None:
     """Every thread writes its own rounding of a number at one place of its warp, or of all."""
     x = 1 + torch.arange(THREADS) * 2.0**-23
@@ -283,6 +339,26 @@ def test_roundings_of_one_warp_are_a_remark_and_of_two_warps_a_race() -> None:
         machine, _ = executed(place + "st.shared.b32 [%r7], %r5;", x)
         assert bool(machine.findings.counts) is is_race
         assert bool(machine.findings.remarks) is not is_race
+
+
+@pytest.mark.parametrize(
+    ("body", "parity", "finding"),
+    [
+        ("st.shared.b32 [%r4], %r5; mbarrier.arrive.shared::cta.b64 _, [%r20];", 0, "none"),
+        ("mbarrier.arrive.shared::cta.b64 _, [%r20]; st.shared.b32 [%r4], %r5;", 0, "read of what"),
+        ("st.shared.b32 [%r4], %r5;", 1, "read of what another warp wrote"),
+        ("mbarrier.arrive.shared::cta.b64 _, [%r20];", 1, "threads wait for a phase"),
+    ],
+)
+@pytest.mark.every_case
+def test_only_an_arrival_after_the_store_and_a_wait_for_its_phase_make_it_visible(
+    body: str, parity: int, finding: str
+) -> None:
+    """A phase of parity 1 seems to be complete before the first one, and never is after it."""
+    body = MAKE_BARRIER.format(64) + body + WAIT_FOR_PHASE.format(parity)
+    body += "xor.b32 %r7, %r4, 252; ld.shared.b32 %r6, [%r7];"
+    _, findings = execute(body, floats())
+    assert finding in findings
 
 
 BETWEEN_BLOCKS = {

@@ -6,6 +6,7 @@ import re
 
 import numpy as np
 
+from .bulk_copies import bulk_copy
 from .global_memory import UNSIGNED
 from .machine import DTYPES, Machine, Step, UnknownInstruction
 from .ptx import Instruction, split
@@ -130,6 +131,8 @@ def copy(machine: Machine, instruction: Instruction) -> Step:
                     machine.shared.end_copy(place, values, lanes)
 
         return wait
+    if name.startswith("cp.async.bulk."):
+        return bulk_copy(machine, instruction)
     if not name.startswith(("cp.async.ca.", "cp.async.cg.")):
         raise UnknownInstruction(instruction.text)
     operands = instruction.operands

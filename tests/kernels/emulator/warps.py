@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from .machine import Machine, Step, UnknownInstruction
+from .machine import Machine, Step
 from .ptx import Instruction
 from .shared_memory import WARP
 
 
 def synchronize(machine: Machine, instruction: Instruction) -> Step:
-    """``bar.sync`` (of a block) and ``bar.warp.sync`` (of a warp)."""
+    """``bar.sync`` (of a block, or of some of its warps) and ``bar.warp.sync`` (of a warp)."""
     if instruction.name.startswith("bar.warp"):
         return lambda: machine.shared.synchronize_warps(machine.active_warps())
-    if instruction.operands[0] != "0" or len(instruction.operands) > 1:
-        raise UnknownInstruction(f"{instruction.text}: only barrier 0 of a whole block")
     return machine.barrier
 
 
@@ -87,8 +85,19 @@ def vote(machine: Machine, instruction: Instruction) -> Step:
     return run
 
 
+def elect(machine: Machine, instruction: Instruction) -> Step:
+    """``elect.sync``: one thread of a warp, the first, is to go on."""
+    number, chosen = (machine.setter(target) for target in instruction.operands[0].split("|"))
+
+    def run() -> None:
+        number(np.zeros(machine.threads, np.uint32))
+        chosen(machine.lane == 0)
+
+    return run
+
+
 def nothing(machine: Machine, instruction: Instruction) -> Step:
-    """Hints and fences of device memory: blocks here see every write at once."""
+    """Hints, numbers of registers, and fences of device memory: blocks see every write at once."""
     return lambda: None
 
 
@@ -106,5 +115,6 @@ def trap(machine: Machine, instruction: Instruction) -> Step:
 
 INSTRUCTIONS = {
     "bar": synchronize, "barrier": synchronize, "shfl": shuffle, "redux": reduce, "vote": vote,
-    "membar": nothing, "fence": fence, "prefetch": nothing, "trap": trap,
+    "elect": elect, "membar": nothing, "fence": fence, "prefetch": nothing, "setmaxnreg": nothing,
+    "trap": trap,
 }  # fmt: skip
