@@ -27,6 +27,8 @@ from graphattn.ops.inputs import ValidPair, full_precision
 class StreamingLayer(GraphLayer):
     """A layer that can run token by token; a token sees the last `window` ones, itself included."""
 
+    training: bool  # of nn.Module
+
     # Methods that a subclass defines.
 
     def cache_fields(self) -> dict[str, tuple[int, int]]:
