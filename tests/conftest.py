@@ -18,7 +18,7 @@ LONG_PAGES = (
     *("counts.md", "diagnostics.md", "diffusion.md", "distributed.md", "integrations/index.md"),
     *("krause-shortcut.md", "language_models.md", "models.md", "protein_models.md", "spectral.md"),
     *("swin.md", "training.md"),
-    *("recipes/graph-transformer.md", "recipes/serve.md", "recipes/tracks.md"),
+    *("scale.md", "recipes/graph-transformer.md", "recipes/serve.md", "recipes/tracks.md"),
     "recipes/long-sequences.md",
 )
 
