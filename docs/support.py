@@ -45,7 +45,8 @@ HOW = {
 RECORDS = Path(__file__).parent / "benchmarks"
 STAR = "\\*"
 RUN = (
-    "an NVIDIA H200 has compared them with float64 (`make gpu`), **no other GPU has run them**"
+    "an NVIDIA H200 has compared them with float64 on 2026-11-26 ([some have changed since]"
+    "(gpu.md#what-has-been-tested)), **no other GPU has run them**"
     if any(RECORDS.glob("visits/*.json"))
     else "**not yet run on a GPU**"
 )
