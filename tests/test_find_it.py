@@ -165,7 +165,7 @@ TRIPS: dict[str, tuple[tuple[int, int], tuple[int, int], Callable[[], Callable[.
     "Krause with dropout": ((25, 66), (17, 45), lambda: krause(attention_dropout=0.1)),
     "Krause in torch": ((23, 57), (16, 37), lambda: krause(backend="structured")),
     "linear": ((16, 53), (15, 49), lambda: ga.nn.LinearAttention(128, 8)),
-    "consensus with rope": ((23, 74), (19, 60), lambda: ga.nn.SelfConsensus(128, 4, rope=True)),
+    "consensus with rope": ((22, 74), (18, 60), lambda: ga.nn.SelfConsensus(128, 4, rope=True)),
     "rbf_attention": (
         (18, 26),
         (11, 10),

@@ -155,14 +155,17 @@ class RowExchange:
     def _sent(self, rows: Tensor) -> Travelling:
         if self.total == 0:
             return Travelling(rows)
-        facts = facts_in_graph() if torch.compiler.is_compiling() else None
-        if not (rows.requires_grad and torch.is_grad_enabled()):
-            agree_in_graph(rows, facts, self.group)
-            return Travelling(_exchanged(rows, self.received, self.sent, self.group))
+        needs_gradient = rows.requires_grad and torch.is_grad_enabled()
+        there = self.received, self.sent, self.group
         if torch.compiler.is_compiling():
-            return Travelling(_Exchanged.apply(rows, self.received, self.sent, self.group, facts))
-        trip = Trip(self.received, self.sent, self.group)
-        return Travelling(_Departed.apply(rows, trip), trip)
+            facts = facts_in_graph()
+            if needs_gradient:
+                return Travelling(_Exchanged.apply(rows, *there, facts))
+            agree_in_graph(rows, facts, self.group)
+        elif needs_gradient:
+            trip = Trip(*there)
+            return Travelling(_Departed.apply(rows, trip), trip)
+        return Travelling(_exchanged(rows, *there))
 
     def _merged(self, others: Tensor, kept: Tensor, dim: int) -> Tensor:
         if self.place is not None:

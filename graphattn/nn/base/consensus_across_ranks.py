@@ -29,7 +29,7 @@ from graphattn.ops.consensus.calls import (
     check_arguments,
     check_energy_graph,
 )
-from graphattn.ops.consensus.step_size import moved
+from graphattn.ops.consensus.step_size import automatic_move, bounds_of_degrees
 from graphattn.ops.inputs import compute_dtype, full_precision
 
 
@@ -80,10 +80,16 @@ def _moved(
 ) -> Tensor:
     """The states after a step, from the sums over all ranks."""
     gradient, degree = sums[0], sums[1][..., 0] if len(sums) > 1 else None
-    dtype, update = compute_dtype(u.dtype), layer.update_rule
+    dtype = compute_dtype(u.dtype)
     with full_precision(u.device):
         step = as_step(layer.step_of(iteration), u, dtype)
-        new = moved(u.to(dtype), gradient, step, degree, shard.sequences, update).to(u.dtype)
+        if step is not None:
+            new = torch.addcmul(u.to(dtype), step[..., None], gradient, value=-1)
+        else:
+            assert degree is not None
+            bound = bounds_of_degrees(degree, shard.sequences, layer.update_rule)
+            new = automatic_move(u.to(dtype), gradient, bound)
+        new = new.to(u.dtype)
     if valid is None:
         return new
     # A token that does not move may be seen in later iterations, and must not spread a NaN.

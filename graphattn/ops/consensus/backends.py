@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from graphattn.ops.backends import Backend, is_watched, why_not_native
@@ -14,7 +15,7 @@ from graphattn.ops.consensus import operators, reference, triton
 from graphattn.ops.consensus.calls import ConsensusCall, ConsensusKind
 from graphattn.ops.consensus.edge_network import FirstLayer, as_dtype, as_pair, in_dtype
 from graphattn.ops.consensus.native import sums as native
-from graphattn.ops.consensus.step_size import moved
+from graphattn.ops.consensus.step_size import automatic_move, bounds_of_degrees
 from graphattn.ops.consensus.structured import sums as structured
 from graphattn.ops.counting import note_uncounted
 from graphattn.ops.inputs import (
@@ -137,7 +138,10 @@ def _step(
     degree = None if degree is None else degree.view(state.shape[:-1])
     if call.only_sums:
         return gradient, degree
-    return moved(state, gradient, call.step_size, degree, call.graph, call.update)
+    if call.step_size is not None:
+        return torch.addcmul(state, call.step_size[..., None], gradient, value=-1)
+    assert degree is not None
+    return automatic_move(state, gradient, bounds_of_degrees(degree, call.graph, call.update))
 
 
 def _flat(x: Tensor | FirstLayer, entries: int) -> Tensor | FirstLayer:

@@ -69,26 +69,3 @@ def automatic_move(state: Tensor, gradient: Tensor, bound: Tensor) -> Tensor:
     size = bound.detach()
     step = (bound / size).reciprocal().masked_fill(still, 0)
     return torch.addcmul(state, step[..., None], gradient / size[..., None], value=-1)
-
-
-def moved(
-    state: Tensor,
-    gradient: Tensor,
-    step: Tensor | None,
-    degree: Tensor | None,
-    graph: TokenGraph,
-    update: str,
-) -> Tensor:
-    """Compute u' = u - step * g, [*, N, H, D]; `step` is None if it is automatic.
-
-    Args:
-        state, gradient: u and g, [*, N, H, D].
-        step: broadcastable to [*, N, H], or None.
-        degree: [*, N, H], for the automatic step.
-        graph: the graph, whose sequences have an automatic step each under "energy".
-        update: "energy" or "target".
-    """
-    if step is not None:
-        return torch.addcmul(state, step[..., None], gradient, value=-1)
-    assert degree is not None
-    return automatic_move(state, gradient, bounds_of_degrees(degree, graph, update))
