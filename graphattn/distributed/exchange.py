@@ -195,7 +195,7 @@ def _exchanged(
 
 @dataclass(eq=False)
 class Trip:
-    """Where rows that need a gradient go.
+    """The way of rows that need a gradient, to other ranks and back.
 
     Attributes:
         received, sent: how many rows come from each rank, and go to it.

@@ -93,7 +93,7 @@ def texts_are_those_of_one_process(group: Any, cases: int, seed: int = 0) -> int
 def steps_are_those_of_one_process(
     model: ga.models.CausalLM, shard: Any, prompt: Tensor, rng: random.Random
 ) -> None:
-    """Also steps of several tokens, and tokens that are taken back."""
+    """Compares steps of one token and of several, and after tokens are taken back."""
     alone = model.init_cache(tuple(prompt.shape[:-1]), rollback=3)
     cache = model.init_cache(tuple(prompt.shape[:-1]), rollback=3, shard=shard)
     model.train()  # steps have no dropout

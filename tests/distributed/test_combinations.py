@@ -22,7 +22,7 @@ def test_checkpointing_changes_no_bit(ranks):
 
 @pytest.mark.nightly
 def test_two_compilations_serve_all_lengths(ranks):
-    """On a ring, several functions of a call are compiled, because the ring itself is not."""
+    """A ring itself is not compiled, therefore several functions of a call are."""
     for name, (first, second, third) in ranks.run(compiled, 2, limit=1200)[0]:
         assert second == third <= 2 * first, name
         assert first == 1 or "complete" in name, name

@@ -119,7 +119,7 @@ class CommunicationPlan:
 
     @cached_property
     def inside(self) -> RunTable:
-        """For every chunk of the targets, the longest run of targets that see no other rank.
+        """The longest run of targets that see no other rank, for every chunk of the targets.
 
         Layers compute these first, while the rows of the others travel.
         """

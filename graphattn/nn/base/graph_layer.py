@@ -339,11 +339,11 @@ class GraphLayer(Configured, Later):
         return self.rotary.turn(target, rotations[0]), self.rotary.turn(source, rotations[1])
 
     def sides(self, projected: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """What :meth:`project` returns, as tensors of targets and of sources, [*, N, heads, D]."""
+        """Divide what :meth:`project` returns into [*, N, heads, D] of targets and of sources."""
         raise NotImplementedError
 
     def from_sides(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> tuple[Any, ...]:
-        """What :meth:`project` returns, from tensors of targets and of sources."""
+        """Make what :meth:`project` returns from tensors of targets and of sources."""
         raise NotImplementedError
 
     def fetch(

@@ -110,7 +110,7 @@ def test_a_plan_is_printed_without_a_gpu(capsys, tmp_path) -> None:
 
 
 class Other:
-    """Another kernel, as a setting of the environment would choose it."""
+    """A second kernel, as a setting of the environment would choose it."""
 
     def another_kernel(self) -> None: ...
 

@@ -25,7 +25,7 @@ Times = dict[str, float]  # seconds by the name of what was timed
 
 
 class Visit(NamedTuple):
-    """What was timed at one visit."""
+    """Times of one visit."""
 
     name: str  # of its file: "2026-11-26-h200"
     hardware: str
