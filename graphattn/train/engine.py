@@ -392,7 +392,8 @@ def _train(
                 ended = {"ended": run_folder.now(), "seconds": spent}
                 run_folder.write_state(path, status=status, error=error, **ended)
     with _first_alone(args):
-        return read_run(path)
+        pass  # the first process has written how the run ended
+    return read_run(path)
 
 
 def _status(trainer: GraphTrainer, config: RunConfig) -> str:

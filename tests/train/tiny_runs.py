@@ -308,11 +308,12 @@ def train_as_told(
     if divided:
         learner, objective = divided_run(divided, dropout)
         data = examples(), examples(9, 1)
-        fit(learner, objective, config(folder, **changes), *data, callbacks=[Interrupt()])
+        run = fit(learner, objective, config(folder, **changes), *data, callbacks=[Interrupt()])
     elif certain:
-        fit(model(dropout=0.0), Certain(), config(folder, **changes), examples())
+        run = fit(model(dropout=0.0), Certain(), config(folder, **changes), examples())
     else:
-        train(folder, callbacks=[Interrupt()], **changes)
+        run = train(folder, callbacks=[Interrupt()], **changes)
+    assert run.status != "running", f"process {rank} read the run before it ended"
 
 
 if __name__ == "__main__":
