@@ -59,7 +59,8 @@ def fit(
         model: the model, made with ``config.seed``; it is trained in place. With
             ``config.ema_decay``, evaluations and ``model/`` have the average of its weights
             instead. A model of graphattn is saved by :func:`graphattn.save`; of another module only
-            the weights are saved.
+            the weights are saved. With ``config.fsdp``, several processes divide its weights, and
+            each has only its part afterwards.
         objective: the objective of the training.
         config: the config of the run, with ``out`` set and no value "auto" that training depends
             on.
@@ -240,6 +241,11 @@ def _arguments(config: RunConfig, *, evaluates: bool) -> Any:
             "training needs transformers and accelerate: install them with pip install "
             "'graphattn[train]'"
         ) from error
+    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true"):
+        raise ValueError(
+            "fsdp must be an option of the run (--fsdp, fsdp=True), got ACCELERATE_USE_FSDP from "
+            "accelerate's launcher: start it without --use_fsdp, or by torchrun"
+        )
     on_cpu = not torch.accelerator.is_available()
     args = training_arguments(config, evaluates=evaluates, use_cpu=on_cpu)
     if args.world_size > 1:

@@ -169,6 +169,12 @@ def test_what_divided_weights_cannot_do_is_refused(tmp_path, monkeypatch, change
         tiny_runs.train(tmp_path / "run", fsdp=True, **changes)
 
 
+def test_the_launcher_of_accelerate_does_not_divide_weights(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ValueError, match=r"fsdp must be an option of the run \(--fsdp"):
+        tiny_runs.train(tmp_path / "run")
+
+
 def test_processes_that_cannot_be_divided_into_groups_are_refused(tmp_path):
     config = tiny_runs.config(tmp_path, context_parallel=2)
     with pytest.raises(
