@@ -68,7 +68,11 @@ def test_a_run_with_a_killed_process_starts_again_and_ends_as_if_undisturbed(
 
 
 @pytest.mark.nightly
-def test_twenty_kills_of_a_process_leave_no_trace(server, undisturbed, tmp_path):
+@pytest.mark.parametrize("fsdp", [False, True])
+def test_twenty_kills_of_a_process_leave_no_trace(server, undisturbed, tmp_path, fsdp):
+    straight = tmp_path / "straight" if fsdp else undisturbed
+    if fsdp:
+        assert server.train(straight, dropout=0.2, fsdp=True, **OPTIONS) == [0, 0]
     kills, seed = 0, 0
     while kills < 20:
         source = random.Random(seed)
@@ -79,8 +83,8 @@ def test_twenty_kills_of_a_process_leave_no_trace(server, undisturbed, tmp_path)
             }
             for after in (source.randint(500, 8000) for _ in range(5))
         ]
-        kills += run_with_kills(server, tmp_path / str(seed), moments)
-        check_is_bit_for_bit(tmp_path / str(seed), undisturbed)
+        kills += run_with_kills(server, tmp_path / str(seed), moments, fsdp=fsdp)
+        check_is_bit_for_bit(tmp_path / str(seed), straight)
         seed += 1
 
 
