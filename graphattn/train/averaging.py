@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -48,7 +50,13 @@ class WeightAverage(AveragedModel):
                     f"{name!r} in {weight.dtype}: keep the weights in float32 (model.float()), and "
                     "set precision to 'bfloat16' for the computation"
                 )
-        super().__init__(model, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=True)
+        average = get_ema_multi_avg_fn(decay)
+
+        def of_this_process(averages: Any, values: Any, count: Any) -> None:
+            # fully_shard makes DTensors of weights, which torch does not average beside buffers.
+            average([_own_part(x) for x in averages], [_own_part(x) for x in values], count)
+
+        super().__init__(model, multi_avg_fn=of_this_process, use_buffers=True)
         # The average of two infinities would be NaN, and integers would be rounded.
         self._copied = [
             name
@@ -62,3 +70,7 @@ class WeightAverage(AveragedModel):
         super().update_parameters(model)
         for name in self._copied:
             self.module.get_buffer(name).copy_(model.get_buffer(name))
+
+
+def _own_part(x: Any) -> Any:
+    return x.to_local() if hasattr(x, "to_local") else x

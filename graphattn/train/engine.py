@@ -59,7 +59,8 @@ def fit(
         model: the model, made with ``config.seed``; it is trained in place. With
             ``config.ema_decay``, evaluations and ``model/`` have the average of its weights
             instead. A model of graphattn is saved by :func:`graphattn.save`; of another module only
-            the weights are saved.
+            the weights are saved. With ``config.fsdp``, several processes divide its weights, and
+            each has only its part afterwards.
         objective: the objective of the training.
         config: the config of the run, with ``out`` set and no value "auto" that training depends
             on.
@@ -198,6 +199,16 @@ def _check(model: Any, objective: Any, config: Any, train: Any, validation: Any)
             )
     if config.precision == "float16" and not torch.cuda.is_available():
         raise ValueError("precision must be 'float32' or 'bfloat16' on a CPU, got 'float16'")
+    if config.fsdp and config.precision == "float16":
+        raise ValueError(
+            "precision must be 'float32' or 'bfloat16' with fsdp=True, got 'float16', whose scaled "
+            "gradients were not tested with it"
+        )
+    if config.fsdp and config.record_every:
+        raise ValueError(
+            f"record_every must be 0 with fsdp=True, got {config.record_every}: the first process "
+            "records the layers, and has only a part of their weights"
+        )
     if config.gradient_checkpointing and not hasattr(model, "gradient_checkpointing_enable"):
         raise ValueError(
             f"gradient_checkpointing must be False for a {type(model).__name__}, which has no "
@@ -230,6 +241,11 @@ def _arguments(config: RunConfig, *, evaluates: bool) -> Any:
             "training needs transformers and accelerate: install them with pip install "
             "'graphattn[train]'"
         ) from error
+    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true"):
+        raise ValueError(
+            "fsdp must be an option of the run (--fsdp, fsdp=True), got ACCELERATE_USE_FSDP from "
+            "accelerate's launcher: start it without --use_fsdp, or by torchrun"
+        )
     on_cpu = not torch.accelerator.is_available()
     args = training_arguments(config, evaluates=evaluates, use_cpu=on_cpu)
     if args.world_size > 1:
@@ -377,8 +393,9 @@ def _train(
             elif newest is not None:  # a run without steps has no checkpoint
                 trainer._load_from_checkpoint(newest)
         status = _status(trainer, config)
+        model = trainer.whole(trainer.evaluated)
         if args.process_index == 0:
-            _write_model(trainer, path)
+            _write_model(model, path)
     except BaseException as failure:
         error = f"{type(failure).__name__}: {failure}"
         if isinstance(failure, KeyboardInterrupt):
@@ -403,13 +420,11 @@ def _status(trainer: GraphTrainer, config: RunConfig) -> str:
     return "finished" if step >= config.steps else "interrupted"
 
 
-def _write_model(trainer: GraphTrainer, path: Path) -> None:
+def _write_model(last: nn.Module, path: Path) -> None:
     """Save the best model, or the last one, in its own folder."""
     chosen = checkpoints.best_checkpoint(path)
     if chosen is None:
-        checkpoints.write_folder(
-            path / "model", lambda aside: checkpoints.save_model(trainer.evaluated, aside)
-        )
+        checkpoints.write_folder(path / "model", lambda aside: checkpoints.save_model(last, aside))
     else:
         checkpoints.copy_model(checkpoints.checkpoint_path(path, chosen), path / "model")
 

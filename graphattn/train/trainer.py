@@ -35,6 +35,7 @@ from graphattn.train.runs import folder as run_folder
 from graphattn.train.runs.config import RunConfig
 from graphattn.train.runs.divided import Divided
 from graphattn.train.runs.records import append_row, replace_text, sync
+from graphattn.train.runs.sharded_weights import ShardedWeights
 
 SEED_OF_BATCHES = 2**32  # evaluations draw from smaller seeds
 SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant_with_warmup"}
@@ -184,6 +185,14 @@ class GraphTrainer(Trainer):
         if validation is not None:  # check the validation examples before the first step
             self._validation_lengths = lengths_of(validation, model, most, "validation")
         self.learned = model
+        self.average = WeightAverage(model, config.ema_decay) if config.ema_decay else None
+        self.parts: ShardedWeights | None = None  # with ``fsdp``
+        if config.fsdp and args.world_size > 1:
+            # Before the Trainer moves the model to its device, where all of it may not fit.
+            self.parts = ShardedWeights(model, args.device)
+            self.parts.shard(model)
+            if self.average is not None:
+                self.parts.shard(self.average.module)
         super().__init__(
             model=Learner(self._divided(model), objective),
             args=args,
@@ -192,8 +201,15 @@ class GraphTrainer(Trainer):
             data_collator=functools.partial(_collated, objective),
             callbacks=[_Flow(self), *callbacks],
         )
-        # The Trainer has moved the model to its device before it is copied.
-        self.average = WeightAverage(model, config.ema_decay) if config.ema_decay else None
+        if self.average is not None:
+            self.average.module.to(args.device)
+
+    def _wrap_model(self, model: nn.Module, *args: Any, **given: Any) -> nn.Module:
+        if self.parts is None:
+            return super()._wrap_model(model, *args, **given)
+        # Then accelerate adds only autocast, and no DistributedDataParallel.
+        options = {"device_placement": False, "evaluation_mode": True}
+        return self.accelerator.prepare_model(model, **options)
 
     def _divided(self, model: nn.Module) -> nn.Module:
         if self.group is None:
@@ -289,6 +305,10 @@ class GraphTrainer(Trainer):
         one = torch.tensor(numbers, dtype=torch.float64, device=self.args.device)
         return self.accelerator.reduce(one, reduction="sum").tolist()
 
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        norm = super()._get_grad_norm(model, grad_norm)
+        return norm if self.parts is None else norm.full_tensor()  # of the gradients of all parts
+
     # Evaluation and the log.
 
     def evaluate(
@@ -344,14 +364,23 @@ class GraphTrainer(Trainer):
                 shutil.rmtree(aside, ignore_errors=True)
                 aside.mkdir(parents=True)
 
-        def write() -> None:
+        # Each part first collects what processes have, then writes: only writing is likely to fail.
+        def write_model() -> None:
+            model = self.whole(self.evaluated)
             if self.args.should_save:
-                checkpoints.save_model(self.evaluated, aside)
-                if self.average is not None:
-                    checkpoints.save_weights(self.learned, aside / checkpoints.NOT_AVERAGED)
+                checkpoints.save_model(model, aside)
+
+        def write_not_averaged() -> None:
+            if self.average is not None:
+                model = self.whole(self.learned)
+                if self.args.should_save:
+                    checkpoints.save_weights(model, aside / checkpoints.NOT_AVERAGED)
+
+        def write() -> None:
+            self._save_optimizer_and_scheduler(str(aside))
+            if self.args.should_save:
                 replace_text(aside / "running_loss.json", json.dumps(self.running.state()))
                 self.state.save_to_json(str(aside / checkpoints.STATE))
-            self._save_optimizer_and_scheduler(str(aside))
             self._save_scaler(str(aside))
             self._save_rng_state(str(aside))
 
@@ -362,7 +391,7 @@ class GraphTrainer(Trainer):
                 best = self.state.best_global_step
                 checkpoints.keep_checkpoints(self.folder, self.config.keep, best)
 
-        for part in (make_room, write, publish):
+        for part in (make_room, write_model, write_not_averaged, write, publish):
             failure: Exception | None = None
             try:
                 part()
@@ -379,11 +408,33 @@ class GraphTrainer(Trainer):
                 "space and start again: the run continues from there"
             ) from failure
 
+    def whole(self, model: nn.Module) -> Any:
+        """Return a model with all of its weights, or None if only the first process has it."""
+        return model if self.parts is None else self.parts.gather(model)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self.parts is None:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        state = self.parts.gather_state(self.optimizer)
+        if self.args.should_save:
+            torch.save(state, Path(output_dir, "optimizer.pt"))
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir, "scheduler.pt"))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if self.parts is None or checkpoint is None:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        self.parts.load_state(self.optimizer, Path(checkpoint, "optimizer.pt"))
+        schedule = torch.load(Path(checkpoint, "scheduler.pt"), weights_only=True)
+        self.lr_scheduler.load_state_dict(schedule)
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         folder = Path(resume_from_checkpoint)
-        checkpoints.load_weights(self.evaluated, folder / pretrained.WEIGHTS)
+        load = checkpoints.load_weights if self.parts is None else self.parts.load_weights
+        load(self.evaluated, folder / pretrained.WEIGHTS)
         if self.average is not None:
-            checkpoints.load_weights(self.learned, folder / checkpoints.NOT_AVERAGED)
+            load(self.learned, folder / checkpoints.NOT_AVERAGED)
             self.average.n_averaged.fill_(self.start)  # one per step
         text = (folder / "running_loss.json").read_text(encoding="utf-8")
         self.running.load_state(json.loads(text))

@@ -48,9 +48,11 @@ def undisturbed(server: tiny_runs.Server, tmp_path_factory: pytest.TempPathFacto
     return folder
 
 
-def run_with_kills(server: tiny_runs.Server, folder: Path, kills: list[dict[str, int]]) -> int:
+def run_with_kills(
+    server: tiny_runs.Server, folder: Path, kills: list[dict[str, int]], **options: Any
+) -> int:
     """How many of the kills came before the run was over."""
-    given = {"dropout": 0.2, "restarts": len(kills), "kills": kills, **OPTIONS}
+    given = {"dropout": 0.2, "restarts": len(kills), "kills": kills, **OPTIONS, **options}
     assert server.train(folder, **given) == [0]
     starts = Path(f"{folder}.starts").read_text(encoding="utf-8").splitlines()
     return len(starts) - 1
@@ -66,7 +68,11 @@ def test_a_run_with_a_killed_process_starts_again_and_ends_as_if_undisturbed(
 
 
 @pytest.mark.nightly
-def test_twenty_kills_of_a_process_leave_no_trace(server, undisturbed, tmp_path):
+@pytest.mark.parametrize("fsdp", [False, True])
+def test_twenty_kills_of_a_process_leave_no_trace(server, undisturbed, tmp_path, fsdp):
+    straight = tmp_path / "straight" if fsdp else undisturbed
+    if fsdp:
+        assert server.train(straight, dropout=0.2, fsdp=True, **OPTIONS) == [0, 0]
     kills, seed = 0, 0
     while kills < 20:
         source = random.Random(seed)
@@ -77,8 +83,8 @@ def test_twenty_kills_of_a_process_leave_no_trace(server, undisturbed, tmp_path)
             }
             for after in (source.randint(500, 8000) for _ in range(5))
         ]
-        kills += run_with_kills(server, tmp_path / str(seed), moments)
-        check_is_bit_for_bit(tmp_path / str(seed), undisturbed)
+        kills += run_with_kills(server, tmp_path / str(seed), moments, fsdp=fsdp)
+        check_is_bit_for_bit(tmp_path / str(seed), straight)
         seed += 1
 
 
@@ -105,6 +111,72 @@ def test_a_run_goes_on_with_another_number_of_processes(server, tmp_path):
         given |= {"accumulate": accumulate, "interrupt": interrupt}
         assert server.train(run, **given) == [0] * processes
     check_is_the_same_to_rounding(run, straight)
+
+
+def numbers_of(folder: Path, processes: int) -> list[int]:
+    """How many numbers of weights and of the optimizer every process of a run stores."""
+    files = [Path(f"{folder}.numbers-{rank}") for rank in range(processes)]
+    return [int(file.read_text(encoding="utf-8")) for file in files]
+
+
+def test_divided_weights_give_the_run_of_one_process_which_can_go_on_with_it(server, tmp_path):
+    alone, run = tmp_path / "alone", tmp_path / "run"
+    given = {"divided": "causal", "ema_decay": 0.9, "fsdp": True}
+    assert server.train(alone, **given) == [0]
+    assert server.train(run, processes=2, context_parallel=2, interrupt=7, **given) == [0, 0]
+    whole, parts = numbers_of(alone, 1)[0], numbers_of(run, 2)
+    assert sum(parts) == whole
+    assert max(parts) < 0.52 * whole
+    assert server.train(run, **given) == [0]
+    check_is_the_same_to_rounding(run, alone)
+    assert ga.load(run / "model")(torch.zeros(4, dtype=torch.long)).shape == (4, 7)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("processes", "context_parallel"), [(2, 1), (4, 2), (4, 1)])
+def test_weights_are_divided_among_processes_that_divide_batches_and_sequences(
+    server, tmp_path, processes, context_parallel
+):
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    given = {"divided": "causal", "processes": processes, "context_parallel": context_parallel}
+    assert server.train(whole, **given) == [0] * processes
+    assert server.train(run, fsdp=True, interrupt=7, **given) == [0] * processes
+    given |= {"processes": 2, "context_parallel": 2}  # another number of processes
+    given["accumulate"] = 2 * processes // context_parallel
+    assert server.train(run, fsdp=True, **given) == [0, 0]
+    check_is_the_same_to_rounding(run, whole)
+
+
+@pytest.mark.long
+def test_divided_weights_survive_a_killed_process(server, tmp_path):
+    options = {**OPTIONS, "fsdp": True, "dropout": 0.2, "ema_decay": 0.9}
+    assert server.train(tmp_path / "straight", **options) == [0, 0]
+    kills = [{"rank": 0, "event": 60}, {"rank": 1, "after": 3000}]
+    assert run_with_kills(server, tmp_path / "run", kills, **options) >= 1
+    check_is_bit_for_bit(tmp_path / "run", tmp_path / "straight")
+
+
+@pytest.mark.long
+def test_a_divided_weight_may_be_used_by_one_process_alone(server, tmp_path):
+    runs = tmp_path / "alone", tmp_path / "together"
+    assert server.train(runs[0], divided="odd", accumulate=2) == [0]
+    options = {"processes": 2, "accumulate": 1, "fsdp": True}
+    assert server.train(runs[1], divided="odd", **options) == [0, 0]
+    check_is_the_same_to_rounding(runs[1], runs[0])
+
+
+@pytest.mark.parametrize("changes", [{"record_every": 5}, {"precision": "float16"}])
+def test_what_divided_weights_cannot_do_is_refused(tmp_path, monkeypatch, changes):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    (name,) = changes
+    with pytest.raises(ValueError, match=f"{name} must be .* with fsdp=True"):
+        tiny_runs.train(tmp_path / "run", fsdp=True, **changes)
+
+
+def test_the_launcher_of_accelerate_does_not_divide_weights(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ValueError, match=r"fsdp must be an option of the run \(--fsdp"):
+        tiny_runs.train(tmp_path / "run")
 
 
 def test_processes_that_cannot_be_divided_into_groups_are_refused(tmp_path):

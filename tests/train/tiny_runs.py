@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 from transformers.trainer_pt_utils import safe_globals
 
@@ -113,10 +114,41 @@ def train(out: str | Path, *, callbacks: Sequence[Any] = (), **changes: Any) -> 
     )
 
 
+class OddOnes(nn.Module):
+    """A model with a weight that only some calls use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.more = model(dropout=0.0), nn.Linear(VOCABULARY + 1, VOCABULARY + 1)
+
+    def forward(self, tokens: Tensor, *, valid: Tensor, odd: bool) -> Tensor:
+        logits = self.inside(tokens, valid=valid)
+        return self.more(logits) if odd else logits
+
+
+class Alternating(Certain):
+    """Use all weights for every second batch: with two processes, for those of the second one."""
+
+    def __init__(self) -> None:
+        self.batches = -1
+
+    def loss(
+        self, model: nn.Module, batch: dict[str, Any], generator: torch.Generator | None = None
+    ) -> Loss:
+        self.batches += 1
+        odd = bool((self.batches if "RANK" not in os.environ else int(os.environ["RANK"])) % 2)
+        logits = model(batch["tokens"], valid=batch["valid"], odd=odd)[batch["valid"]]
+        labels = batch["tokens"][:, :1].expand_as(batch["tokens"])[batch["valid"]]
+        total = nn.functional.cross_entropy(logits, labels, reduction="sum")
+        return Loss(total, len(labels))
+
+
 def divided_run(kind: str, dropout: float) -> tuple[nn.Module, Objective]:
     """A model in float64 and an objective for runs whose sequences are divided among processes."""
     torch.manual_seed(0)
     options: dict[str, Any] = {"depth": 2, "heads": 2, "dropout": dropout}
+    if kind == "odd":
+        return OddOnes().double(), Alternating()
     if kind == "causal":  # a window and a ring; the first block also has learned positions
         made = ga.models.CausalLM(
             VOCABULARY + 1, 8, window=[3, None], positions="learned", num_positions=16, **options
@@ -124,6 +156,15 @@ def divided_run(kind: str, dropout: float) -> tuple[nn.Module, Objective]:
         return made.double(), ga.train.NextToken()
     encoder = ga.models.SequenceEncoder(VOCABULARY + 1, 8, mixer="mix", **options)
     return encoder.double(), ga.train.MaskedTokens(VOCABULARY, "linear", weight="1/ratio")
+
+
+def numbers_here(optimizer: Any) -> int:
+    """How many numbers of weights and of their averages this process stores."""
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    states = [
+        value for state in optimizer.state.values() for value in state.values() if value.dim()
+    ]
+    return sum((x.to_local() if isinstance(x, DTensor) else x).numel() for x in (*weights, *states))
 
 
 def results(folder: Path) -> dict[str, bytes]:
@@ -255,9 +296,10 @@ def _free_port() -> int:
 def _fork(rank: int, processes: int, port: str, given: dict[str, Any]) -> int:
     """A process that trains.
 
-    given: "divided" names a run of :func:`divided_run`; "event" kills it at the n-th time that a
-    file is opened, renamed or removed in the folder; "interrupt" sends it a signal when a step
-    ends; "certain" has no random numbers; the rest is of the config.
+    given: "divided" names a run of :func:`divided_run`, whose processes write how many numbers of
+    weights and of the optimizer they store to FOLDER.numbers-RANK; "event" kills it at the n-th
+    time that a file is opened, renamed or removed in the folder; "interrupt" sends it a signal when
+    a step ends; "certain" has no random numbers; the rest is of the config.
     """
     pid = os.fork()
     if pid:
@@ -292,6 +334,11 @@ def train_as_told(
             if state.global_step == interrupt and rank == args.world_size - 1:
                 os.kill(os.getpid(), signal.SIGINT)
 
+    class Stored(TrainerCallback):
+        def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            path, count = Path(f"{folder}.numbers-{rank}"), numbers_here(given["optimizer"])
+            path.write_text(str(count), encoding="utf-8")
+
     left = event
 
     def count(name: str, args: tuple[Any, ...]) -> None:
@@ -307,8 +354,11 @@ def train_as_told(
         sys.addaudithook(count)
     if divided:
         learner, objective = divided_run(divided, dropout)
-        data = examples(), examples(9, 1)
-        run = fit(learner, objective, config(folder, **changes), *data, callbacks=[Interrupt()])
+        data: Any = (examples(), examples(9, 1))
+        callbacks: Any = [Interrupt(), Stored()]
+        if divided == "odd":
+            data = data[:1]  # whose batches would be counted
+        run = fit(learner, objective, config(folder, **changes), *data, callbacks=callbacks)
     elif certain:
         run = fit(model(dropout=0.0), Certain(), config(folder, **changes), examples())
     else:

@@ -194,6 +194,13 @@ class RunConfig:
         also="cp_size context_parallel_size sequence_parallel",
         is_free=True,
     )
+    fsdp: bool = option(
+        False,
+        "divide the weights, their gradients and the state of the optimizer among all processes of "
+        "torchrun, instead of storing all of them in each (PyTorch's fully_shard, FSDP2).",
+        also="fsdp2 fully_shard shard_weights zero",
+        is_free=True,
+    )
     compile: bool = option(False, "run the model through torch.compile.")
     seed: int = option(0, "seed of the weights, the order of the data, masks and dropout.")
     evaluate_every: int = option(
