@@ -72,6 +72,7 @@ from graphattn.graphs.builders.combine import batch
 from graphattn.graphs.edges.stored_values import made_for_training
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.ops.inputs import ValidPair
+from graphattn.ops.library.numbered import numbered
 
 Side = Literal["targets", "sources", "edges"]
 SIDES = ("targets", "sources", "edges")
@@ -116,6 +117,7 @@ class ShardedGraph:
         self.exchange, self.broadcast = plan.exchange, plan.broadcast
         self._targets, self._sources = plan.target_layout, plan.source_layout
         self.num_targets, self.num_sources = self._targets.size(rank), self._sources.size(rank)
+        self._number = numbered(self)  # by which operators find it
 
     # What this rank owns.
 

@@ -22,10 +22,9 @@ def test_checkpointing_changes_no_bit(ranks):
 
 @pytest.mark.nightly
 def test_two_compilations_serve_all_lengths(ranks):
-    """A ring itself is not compiled, therefore several functions of a call are."""
-    for name, (first, second, third) in ranks.run(compiled, 2, limit=1200)[0]:
-        assert second == third <= 2 * first, name
-        assert first == 1 or "complete" in name, name
+    """Rings are one operator of a compiled function."""
+    for name, counts in ranks.run(compiled, 2, limit=1200)[0]:
+        assert counts == [1, 2, 2], name
 
 
 @pytest.mark.slow

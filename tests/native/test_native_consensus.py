@@ -259,6 +259,34 @@ def test_what_is_kept_of_few_edges_gives_what_they_give_computed_again(
     assert all(torch.equal(value, again[name]) for name, value in kept.items())
 
 
+@pytest.mark.every_case
+@pytest.mark.parametrize(("targets", "sources"), [(120, 120), (300, 7), (5, 400)])
+def test_edges_of_a_large_complete_graph_are_never_listed(targets: int, sources: int) -> None:
+    case, same = Case(0), targets == sources
+    whole = ga.bipartite_complete_graph(targets + 3, sources + 2)
+    # As a block of a ring, whose structure is that of a part.
+    case.graph = ga.complete_graph(targets) if same else whole.targets(3, targets + 3)[0]
+    sizes = case.graph.num_targets, case.graph.num_sources
+    case.options = {"update": "energy" if same else "target", "step_size": "auto"}
+    generator = torch.Generator().manual_seed(0)
+    case.options["valid"] = tuple(torch.rand(2, n, generator=generator) < 0.7 for n in sizes)
+    ends = dict(zip(TOKENS, sizes * 2, strict=True))
+    shapes = {"u": (4, 8), "v": (4, 8), "target_hidden": (4, 5), "source_hidden": (4, 5)}
+    for name, shape in shapes.items():
+        case.tensors[name] = case.tensor(2, ends[name], *shape)
+    for name, shape in {"alpha": (4, 5), "shear": (4, 2, 8, 5)}.items():
+        case.tensors[name], case.tensors[f"{name}_bias"] = (
+            case.tensor(*shape),
+            case.tensor(*shape[:-1]),
+        )
+    case.tensors["beta"], case.tensors["beta_bias"] = case.tensor(4, 5), case.tensor(4)
+    mine = case.run("native")
+    same_on_threads(lambda: case.run("native"))
+    assert case.graph._edge_index is None
+    for name, value in case.run("reference").items():
+        torch.testing.assert_close(mine[name], value, rtol=1e-9, atol=1e-10, msg=name)
+
+
 def test_one_forward_serves_two_backwards() -> None:
     graph = ga.window_path_graph(20, 2)
     x = {name: t.requires_grad_() for name, t in tensors_of(graph).items()}

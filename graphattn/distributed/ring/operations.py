@@ -11,6 +11,7 @@ from torch import Tensor
 from graphattn.distributed.local_graph import unlike_edges
 from graphattn.distributed.ring.rounds import RingBlock
 from graphattn.ops.attention.api import attend
+from graphattn.ops.attention.candidates import candidates_by_score, merge_top_k
 from graphattn.ops.attention.logits.score import Score
 from graphattn.ops.attention.merge import merged
 from graphattn.ops.attention.part_gradients import Pairs, part_gradients
@@ -168,6 +169,29 @@ class SoftmaxParts(RingOperation):
             softcap=self.softcap,
             backend=self.backend,
         )
+
+
+class BestParts(RingOperation):
+    """The k best sources of every target and head: logits and tokens [*, N, H, k].
+
+    Tokens are those of the whole graph; -1 where a row has fewer sources. Only keys travel.
+    """
+
+    def __init__(self, score: Callable[[], Score], k: int) -> None:
+        self.score, self.k = score, k
+
+    def part(self, targets: Given, sources: Given, block: RingBlock) -> Tensors:
+        (query, of_targets), (key, of_sources) = targets, sources
+        logits, index = candidates_by_score(
+            query, key, block.graph, self.k, self.score(), valid=(of_targets, of_sources)
+        )
+        if len(block.tokens):
+            index = torch.where(index < 0, index, block.tokens[index.clamp(min=0)])
+        return logits, index
+
+    def merge(self, whole: Tensors, part: Tensors) -> Tensors:
+        (logits, index), (others, their_index) = whole, part
+        return merge_top_k([(logits, index), (others, their_index)], self.k)
 
 
 class TopKParts(SoftmaxParts):

@@ -10,77 +10,92 @@ The table :data:`GRADIENTS` says how the gradients of a part are computed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
+from graphattn.distributed.agreement import OpenFacts, facts_in_graph
 from graphattn.distributed.exchange import RowExchange, in_places_of, rows_of_rounds
 from graphattn.distributed.ring.operations import Given, RingOperation, Tensors
 from graphattn.distributed.ring.rounds import RingBlock, RingRound
 from graphattn.distributed.seen import Run
-from graphattn.late_imports import not_compiled
-from graphattn.ops.attention.candidates import Candidates, candidates_by_score, merge_top_k
-from graphattn.ops.attention.logits.score import Score
 from graphattn.ops.attention.part_gradients import Pairs
 from graphattn.ops.backends import Backend
 
 
-def best_on_ring(
-    score: Score, k: int, rounds: Sequence[RingRound], targets: Given, sources: Given
-) -> Tensor:
-    """Return the k best sources of every target and head, on whatever rank they are.
+class RingCall(NamedTuple):
+    """What is computed on a ring, and for whom.
 
-    Only keys travel. Every rank keeps the k best candidates of the rounds so far. Targets are this
-    rank's queries [*, N, H, D] and a mask or None, sources its keys [*, M, Hk, D] and a mask or
-    None.
-
-    Returns:
-        LongTensor [*, N, H, k], tokens of the whole graph; -1 where a row has fewer sources.
+    Attributes:
+        make: makes the operation from the layer and `tensors`; a function of a module.
+        layer: a layer, whose parameters the operation differentiates; None for an operation
+            without any.
+        shard: the graph.
+        both: whether the operation moves both ends of an edge.
+        shape: [*, N, H], of the results.
+        widths, dtypes: how many features each of them has, and its dtype.
     """
-    by_run: dict[int, Candidates] = {}
-    for turn, rows in zip(rounds, rows_of_rounds(_exchanges(rounds), sources), strict=True):
-        for block in turn.blocks:
-            query, of_targets = _rows(targets, block.targets)
-            key, of_sources = _rows(rows, block.sources)
-            logits, index = candidates_by_score(
-                query, key, block.graph, k, score, valid=(of_targets, of_sources)
-            )
-            if len(block.tokens):
-                index = torch.where(index < 0, index, block.tokens[index.clamp(min=0)])
-            best = logits, index
-            if (earlier := by_run.get(block.run)) is not None:
-                best = merge_top_k([earlier, best], k)
-            by_run[block.run] = best
-    return torch.cat([by_run[run][1] for run in sorted(by_run)], dim=-3)
+
+    make: Callable[..., RingOperation]
+    layer: Any
+    shard: Any
+    shape: Sequence[int]
+    widths: Sequence[int]
+    dtypes: Sequence[torch.dtype]
+    both: bool = False
+
+    @property
+    def rounds(self) -> tuple[RingRound, ...]:
+        """The rounds of this rank."""
+        rounds: tuple[RingRound, ...] = (
+            self.shard.rounds_of_both_ends if self.both else self.shard.rounds
+        )
+        return rounds
 
 
-def on_ring(
-    operation: RingOperation,
-    rounds: Sequence[RingRound],
-    targets: Given,
-    sources: Given,
-    parameters: Sequence[Tensor],
-) -> Tensors:
+def on_ring(call: RingCall, targets: Given, sources: Given, tensors: Given = ()) -> Tensors:
     """Return the results [*, N, H, features] of an operation over the sources of all ranks.
 
     Targets and sources are this rank's tensors [*, tokens, heads, features], or masks [*, tokens].
-    `parameters` are all other tensors that the operation differentiates, such as bandwidths.
+    `tensors` are others that the operation depends on, such as biases.
     """
+    parameters = [] if call.layer is None else [*call.layer.parameters()]
+    if torch.compiler.is_compiling():
+        return _as_operator(call, (targets, sources, parameters, tensors))
+    operation = call.make(call.layer, *tensors)
     counts = len(targets), len(sources)
-    needed = [x for x in parameters if x.requires_grad]
-    traced = torch.compiler.is_compiling() and torch.is_grad_enabled()
-    apply = _applied if traced else _OnRing.apply
-    results: Tensors = apply(operation, rounds, counts, *targets, *sources, *needed)
+    needed = [x for x in (*parameters, *tensors) if x is not None and x.requires_grad]
+    results: Tensors = _OnRing.apply(operation, call.rounds, counts, *targets, *sources, *needed)
     return results
 
 
-@not_compiled("the backward pass of a ring cannot be traced")
-def _applied(*given: Any) -> Tensors:
-    """Run a ring without the compiler, which would notice late that it cannot trace it."""
-    results: Tensors = _OnRing.apply(*given)
-    return results
+def _as_operator(call: RingCall, given: Sequence[Given]) -> Tensors:
+    """Return the results while torch.compile traces: by the operator of :mod:`.compiled`.
+
+    `given` are the targets, the sources, the parameters of the layer, and other tensors.
+    """
+    everything = [x for part in given for x in part]
+    device = call.shard.device.type
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    facts = facts_in_graph() or OpenFacts([], [])
+    results: list[Tensor] = torch.ops.graphattn.ring(
+        [x for x in everything if x is not None],
+        [x is not None for x in everything],
+        [len(part) for part in given[:3]],
+        call.shard._number,
+        None if call.layer is None else call.layer._number,
+        f"{call.make.__module__}:{call.make.__name__}",
+        call.both,
+        autocast,
+        list(call.shape),
+        list(call.widths),
+        list(call.dtypes),
+        ["", *facts.texts],  # autograd would take an empty list for one of tensors
+        [0, *facts.sizes],
+    )
+    return tuple(results)
 
 
 def over_own_sources(
@@ -127,66 +142,88 @@ class _OnRing(torch.autograd.Function):
         *tensors: Any,
     ) -> Tensors:
         t, s = counts
-        targets, sources = tensors[:t], tensors[t : t + s]
-        by_run: dict[int, Tensors] = {}
-        for turn, rows in zip(rounds, rows_of_rounds(_exchanges(rounds), sources), strict=True):
-            _add_blocks(by_run, operation, turn.blocks, targets, rows)
-        whole = in_order([by_run[run] for run in sorted(by_run)])
+        whole = forward(operation, rounds, tensors[:t], tensors[t : t + s])
         ctx.operation, ctx.rounds, ctx.counts = operation, rounds, counts
         ctx.parameters = tensors[t + s :]
-        ctx.save_for_backward(*targets, *sources, *whole)
+        ctx.save_for_backward(*tensors[: t + s], *whole)
         return whole
 
     @staticmethod
     def backward(ctx: Any, *d_whole: Tensor) -> tuple[Any, ...]:
-        with torch.no_grad():
-            gradients = _OnRing.gradients(ctx, d_whole)
-        if not torch.is_grad_enabled():
-            return gradients
-        # With create_graph=True: a second derivative would lack the share of the ring.
-        given = [x for x in gradients if x is not None]
-        inputs = [x for x in (*d_whole, *ctx.saved_tensors, *ctx.parameters) if x is not None]
-        return tuple(in_places_of(gradients, _Once.apply(len(given), *given, *inputs)))
-
-    @staticmethod
-    def gradients(ctx: Any, d_whole: Tensors) -> tuple[Any, ...]:
-        counts = t, s = ctx.counts
-        saved = ctx.saved_tensors
-        targets, sources, whole = saved[:t], saved[t : t + s], saved[t + s :]
+        (t, s), saved = ctx.counts, ctx.saved_tensors
+        given, whole = (*saved[: t + s], *ctx.parameters), saved[t + s :]
         needed = ctx.needs_input_grad[3:]
-        totals = [
-            torch.zeros_like(x) if need and x is not None else None
-            for x, need in zip([*targets, *sources, *ctx.parameters], needed, strict=True)
-        ]
-        of_targets, of_sources, of_parameters = totals[:t], totals[t : t + s], totals[t + s :]
-        arriving = rows_of_rounds(_exchanges(ctx.rounds), sources)
-        returning: tuple[RowExchange, Tensor] | None = None
-        for (exchange, blocks), rows in zip(ctx.rounds, arriving, strict=True):
-            d_rows, leaving = of_sources, None
-            if exchange is not None:
-                d_rows, leaving = exchange.room_for_gradients(of_sources)
-            for block in blocks:
-                given = [*_rows(targets, block.targets), *_rows(rows, block.sources)]
-                given += ctx.parameters
-                results = _rows(whole, block.targets), _rows(d_whole, block.targets)
-                gradients = _gradients(ctx.operation, block, given, needed, counts, *results)
-                for total, gradient in zip(of_targets, gradients[:t], strict=True):
-                    _add_rows(total, block.targets, gradient)
-                for total, gradient in zip(d_rows, gradients[t : t + s], strict=True):
-                    _add_rows(total, block.sources, gradient)
-                for total, gradient in zip(of_parameters, gradients[t + s :], strict=True):
-                    if total is not None and gradient is not None:
-                        total += gradient
-                del given, gradients  # before others are allocated
-            rows.clear()
-            if returning is not None:
-                returning[0].add_returned(returning[1], of_sources)
-                returning = None
-            if exchange is not None and leaving is not None:
-                returning = exchange, exchange.send_back(leaving)
+        gradients: Sequence[Any] = backward(
+            ctx.operation, ctx.rounds, ctx.counts, given, needed, whole, d_whole
+        )
+        if torch.is_grad_enabled():
+            # With create_graph=True: a second derivative would lack the share of the ring.
+            there = [x for x in gradients if x is not None]
+            inputs = [x for x in (*d_whole, *whole, *given) if x is not None]
+            gradients = in_places_of(gradients, _Once.apply(len(there), *there, *inputs))
+        return None, None, None, *gradients
+
+
+def forward(
+    operation: RingOperation, rounds: Sequence[RingRound], targets: Given, sources: Given
+) -> Tensors:
+    """Compute the results of :func:`on_ring`."""
+    by_run: dict[int, Tensors] = {}
+    for turn, rows in zip(rounds, rows_of_rounds(_exchanges(rounds), sources), strict=True):
+        _add_blocks(by_run, operation, turn.blocks, targets, rows)
+    return in_order([by_run[run] for run in sorted(by_run)])
+
+
+@torch.no_grad()
+def backward(
+    operation: RingOperation,
+    rounds: Sequence[RingRound],
+    counts: tuple[int, int],
+    given: Given,
+    needed: Sequence[bool],
+    whole: Tensors,
+    d_whole: Tensors,
+) -> list[Tensor | None]:
+    """Return the gradients of all that is `given`: `counts` targets and sources, and parameters.
+
+    None stands for one that is not needed, and for that of a parameter that no result depends on.
+    """
+    t, s = counts
+    targets, sources, parameters = given[:t], given[t : t + s], given[t + s :]
+    totals = [
+        torch.zeros_like(x) if need and x is not None else None
+        for x, need in zip(given[: t + s], needed, strict=False)
+    ]
+    of_targets, of_sources = totals[:t], totals[t:]
+    of_parameters: list[Tensor | None] = [None] * len(parameters)
+    arriving = rows_of_rounds(_exchanges(rounds), sources)
+    returning: tuple[RowExchange, Tensor] | None = None
+    for (exchange, blocks), rows in zip(rounds, arriving, strict=True):
+        d_rows, leaving = of_sources, None
+        if exchange is not None:
+            d_rows, leaving = exchange.room_for_gradients(of_sources)
+        for block in blocks:
+            of_block = [*_rows(targets, block.targets), *_rows(rows, block.sources), *parameters]
+            results = _rows(whole, block.targets), _rows(d_whole, block.targets)
+            gradients = _gradients(operation, block, of_block, needed, counts, *results)
+            for total, gradient in zip(of_targets, gradients[:t], strict=True):
+                _add_rows(total, block.targets, gradient)
+            for total, gradient in zip(d_rows, gradients[t : t + s], strict=True):
+                _add_rows(total, block.sources, gradient)
+            for i, gradient in enumerate(gradients[t + s :]):
+                if gradient is not None:
+                    total = of_parameters[i]
+                    of_parameters[i] = gradient.clone() if total is None else total.add_(gradient)
+            del of_block, gradients  # before others are allocated
+        rows.clear()
         if returning is not None:
             returning[0].add_returned(returning[1], of_sources)
-        return None, None, None, *totals
+            returning = None
+        if exchange is not None and leaving is not None:
+            returning = exchange, exchange.send_back(leaving)
+    if returning is not None:
+        returning[0].add_returned(returning[1], of_sources)
+    return [*totals, *of_parameters]
 
 
 class _Once(torch.autograd.Function):

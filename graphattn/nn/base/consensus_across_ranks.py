@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from graphattn.distributed.ring.operations import Given, SumParts, Tensors
-from graphattn.distributed.ring.passes import on_ring
+from graphattn.distributed.ring.passes import RingCall, on_ring
 from graphattn.distributed.ring.rounds import RingBlock
 from graphattn.distributed.sharded_graph import ShardedGraph
 from graphattn.nn.base.across_ranks import own_methods
@@ -53,8 +53,9 @@ def consensus_on_ring(
         check_energy_graph(shard.whole)
     rotations = layer.rotations(x, context, tokens, positions)
     u, compared = layer.moving_states(x, context, rotations)
-    rounds = shard.rounds_of_both_ends if both else shard.rounds
-    operation, parameters = ConsensusParts(layer, x), list(layer.parameters())
+    widths = (u.shape[-1], 1) if isinstance(layer.step_of(0), str) else (u.shape[-1],)
+    dtypes = [compute_dtype(u.dtype)] * len(widths)
+    call = RingCall(ConsensusParts, layer, shard, u.shape[:-1], widths, dtypes, both)
     of_both = masks if both else (None, None)
     for iteration in range(layer.iterations):
         if iteration:
@@ -64,7 +65,7 @@ def consensus_on_ring(
         has_moved = rotations is not None or (alone and iteration)
         targets = x[..., None, :], compared[0], masks[0], of_both[1]
         sources = context[..., None, :], compared[1] if has_moved else None, masks[1], of_both[0]
-        sums = on_ring(operation, rounds, targets, sources, parameters)
+        sums = on_ring(call, targets, sources)
         u = _moved(layer, u, sums, shard, masks[0], iteration)
     output: Tensor = layer.project_back(u, rotations)
     return output
@@ -104,8 +105,8 @@ class ConsensusParts(SumParts):
     sources may be None if they are to be projected from their tokens.
     """
 
-    def __init__(self, layer: Any, like: Tensor) -> None:
-        self.layer, self.device = layer, like.device.type
+    def __init__(self, layer: Any) -> None:
+        self.layer, self.device = layer, layer.output_proj.weight.device.type
         self.is_auto = isinstance(layer.step_of(0), str)
         self.autocast = torch.is_autocast_enabled(self.device)
         self.dtype = torch.get_autocast_dtype(self.device)

@@ -36,6 +36,7 @@ from graphattn.nn.rotary import Rotation, as_rotary, check_positions
 from graphattn.ops.backends import check_backend, wanted_backend
 from graphattn.ops.counting import note_uncounted
 from graphattn.ops.inputs import Valid, ValidPair, check_graph, check_valid
+from graphattn.ops.library.numbered import numbered
 
 Positions = Tensor | tuple[Tensor | None, Tensor | None] | None
 Rotations = tuple[Rotation, Rotation] | None  # of targets and of sources
@@ -63,6 +64,7 @@ class GraphLayer(Configured, Later):
     output_proj: nn.Linear
     # Its repr at the end of the constructor: torch.compile could not trace that.
     text_when_made: str = ""
+    _number: Tensor  # by which operators find the layer
     # Arguments that must be alike on all ranks if the graph is divided: their rows travel.
     exchanged: ClassVar[tuple[str, ...]] = ("x", "context", "valid")
 
@@ -98,7 +100,7 @@ class GraphLayer(Configured, Later):
             complete(self)
 
     def when_made(self) -> None:
-        self.text_when_made = repr(self)
+        self.text_when_made, self._number = repr(self), numbered(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         state.setdefault("context_dim", state["dim"])  # older files have it of some layers only
@@ -106,6 +108,7 @@ class GraphLayer(Configured, Later):
             super().__setstate__(state)
         else:
             nn.Module.__setstate__(self, state)
+        self._number = numbered(self)  # a copy is another layer
 
     def reset_parameters(self) -> None:
         """Draw the parameters of every part anew."""

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from graphattn.graphs.structures.structure import GraphStructure
+from graphattn.graphs.structures.composites import Section
+from graphattn.graphs.structures.structure import Complete, GraphStructure
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.kernels.cpu import library
 from graphattn.kernels.cpu.tensors import (
@@ -129,6 +130,25 @@ def edges_of(graph: TokenGraph) -> ConsensusEdges:
     return cached_by_edges(graph, _listed)
 
 
+def of_complete(graph: TokenGraph, batch: int, sizes: Sequence[int]) -> ConsensusEdges | None:
+    """The edges of a complete graph without a list, if their matrices are too many to be stored.
+
+    `sizes` are the last arguments of :func:`numbers_to_store`. Lists of fewer edges are small.
+    """
+    structure = graph.structure
+    whole = structure.whole if isinstance(structure, Section) else structure
+    if not isinstance(whole, Complete):
+        return None
+    if numbers_to_store(batch * graph.num_edges, *sizes) is not None:
+        return None
+    return graph.derived(
+        of_complete,
+        lambda: ConsensusEdges(
+            moves=torch.arange(1 - graph.num_targets, graph.num_sources, device="cpu")
+        ),
+    )
+
+
 def _of_bands(structure: GraphStructure) -> ConsensusEdges | None:
     bands = equal_bands(structure)
     if not bands:
@@ -172,12 +192,12 @@ class SumsCall:
         edge_weight = None if edge_weight is None else edge_weight.mT.contiguous()
         B, N, _, _ = self.shape = u.shape
         heads, rank, width, xi = network[4].shape
-        edges = edges_of(graph)
+        hidden, groups = target_hidden.shape[3], target_hidden.shape[2]
+        self.sizes = heads, rank, width, groups, hidden
+        edges = of_complete(graph, B, self.sizes) or edges_of(graph)
         masks = tuple(_mask(mask, B) for mask in valid)
         self.most_edges = B * edges.most(N)
         self.alive = target_hidden, source_hidden, u, v, network, edge, edge_weight, edges, masks
-        hidden, groups = target_hidden.shape[3], target_hidden.shape[2]
-        self.sizes = heads, rank, width, groups, hidden
         self.before = (
             B, N, v.shape[1], heads, groups, width, rank, xi, hidden // xi,
             address(edges.rowptr), address(edges.source),
