@@ -83,7 +83,7 @@ def facts_of_call(
     """Return what must be equal on all ranks in a call of a layer.
 
     `exchanged` names the arguments whose rows travel. Masks and positions are those of sources, and
-    those of targets, too, if `both`.
+    those of targets, too, if `both`; consensus asks whether these positions are the same tensor.
     """
     facts = OpenFacts(["layer", layer], [])
     for name in exchanged:
@@ -93,7 +93,7 @@ def facts_of_call(
             continue
         of_targets, of_sources = x if isinstance(x, tuple | list) and len(x) == 2 else (x, x)
         describe(facts, f"{name} of sources", of_sources, -1)
-        if both:
+        if both and not (name == "positions" and of_targets is of_sources):
             describe(facts, f"{name} of targets", of_targets, -1)
     x = given.get("x")
     device = x.device.type if isinstance(x, Tensor) else "cpu"

@@ -70,12 +70,16 @@ from graphattn.distributed.seen import (
 from graphattn.graphs.arguments import as_choice, as_points, as_sources
 from graphattn.graphs.builders.combine import batch
 from graphattn.graphs.edges.stored_values import made_for_training
+from graphattn.graphs.nearby import nearby_edges
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.ops.inputs import ValidPair
 from graphattn.ops.library.numbered import numbered
 
 Side = Literal["targets", "sources", "edges"]
 SIDES = ("targets", "sources", "edges")
+# The kinds of edge_bias, as the ranks that have different ones read it.
+TABLE = "a table per offset (for one value per edge, give edge_bias[None])"
+VALUES = "values per edge"
 
 
 class Share(NamedTuple):
@@ -118,6 +122,7 @@ class ShardedGraph:
         self._targets, self._sources = plan.target_layout, plan.source_layout
         self.num_targets, self.num_sources = self._targets.size(rank), self._sources.size(rank)
         self._number = numbered(self)  # by which operators find it
+        self._nearby: dict[int, ShardedGraph] = {}
 
     # What this rank owns.
 
@@ -391,6 +396,16 @@ class ShardedGraph:
     def _candidates(self) -> Candidates:
         return candidates_of(self.whole, self._targets, self._sources, self.rank, self.group)
 
+    def nearby(self, window: int) -> ShardedGraph:
+        """Return the edges (i, j) whose positions are less than `window` apart, divided alike."""
+        if window not in self._nearby:
+            self._nearby[window] = self._of_nearby(window)
+        return self._nearby[window]
+
+    @made_for_training
+    def _of_nearby(self, window: int) -> ShardedGraph:
+        return shard_like(self, nearby_edges(self.whole, window))
+
     def _exchange(self, needed: list[Runs], context: Tensor) -> RowExchange:
         return exchange_of(
             needed, self._sources, self.rank, context, group=self.group, device=self.device
@@ -579,21 +594,34 @@ class ShardedGraph:
         """Return a bias in the form that ``shard.graph`` takes.
 
         A table per offset becomes one value per edge where the local graph has no such table.
+        [E, H] with as many rows as there are offsets is taken for a table. If it holds values per
+        edge, the ranks with other numbers of edges disagree; see :meth:`call_of`.
         """
-        if bias is None or not self._is_table(bias):
+        if bias is None or not self.is_table(bias):
             return bias
-        if len(bias) == self.graph.num_edges and len(bias) > 1:
+        if self.is_ambiguous(bias):
             raise ValueError(
                 f"edge_bias with {len(bias)} rows is ambiguous: rank {self.rank} has as many edges "
-                "as the graph has offsets. For one value per edge, give it a leading dimension "
-                "(edge_bias[None]); for a table, make it with graphattn.nn.OffsetBias, called "
-                "with the shard"
+                "as the graph has offsets, and so has every rank that it exchanges rows with. For "
+                "one value per edge, give it a leading dimension (edge_bias[None]); for a table, "
+                "make it with graphattn.nn.OffsetBias, called with the shard"
             )
         return self.spread(bias)
 
+    def is_ambiguous(self, bias: Tensor) -> bool:
+        """Whether a bias [E, H] may be a table or values per edge, and no rank can tell."""
+        return len(bias) == self._unclear_rows > 1
+
+    @cached_property
+    @made_for_training
+    def _unclear_rows(self) -> int:
+        """The edges of this rank, if no rank with another number takes part in its calls."""
+        edges = self.plan.edges.tolist()
+        return edges[self.rank] if not self._has_border or len({*edges}) == 1 else 0
+
     def unlike_a_table(self, bias: Tensor) -> Tensor:
         """Return values of this rank's edges in a form that :meth:`edge_bias` takes for those."""
-        return bias[None] if self._is_table(bias) else bias
+        return bias[None] if self.is_table(bias) else bias
 
     def spread(self, bias: Tensor) -> Tensor:
         """Return a table per offset of the whole graph in the form that ``shard.graph`` takes."""
@@ -604,7 +632,7 @@ class ShardedGraph:
             return bias[None] if len(self._offset_rows) == whole.num_offsets else bias
         return unlike_edges(bias, self.graph)
 
-    def _is_table(self, bias: Tensor) -> bool:
+    def is_table(self, bias: Tensor) -> bool:
         """Whether a bias is a table per offset of the whole graph."""
         structure = self.whole.structure
         rows = None if structure is None else structure.num_offsets
@@ -667,6 +695,8 @@ class ShardedGraph:
             weights = given.get("return_attention_weights", False) is not False
             has_bias = given.get("edge_bias") is not None
             facts.texts.extend(["edge_bias or weights", str(weights or has_bias)])
+        if isinstance(bias := given.get("edge_bias"), Tensor):
+            facts.texts.extend(["edge_bias", TABLE if self.is_table(bias) else VALUES])
         return tracing(facts) if traced else calling(self.group, facts.filled())
 
     @cached_property
@@ -743,6 +773,13 @@ class NeighborShard(ShardedGraph):
             positions=(positions, positions),
         )
         return self._with_both_ends(among, exchange, context)
+
+    def nearby(self, window: int) -> NoReturn:
+        raise ValueError(
+            "graph must not be a graph of neighbours that was found over ranks, of whose edges no "
+            f"rank knows all, for a layer that sees only those of a window, here {window}: make "
+            "the layer without a window"
+        )
 
     def _whole_count(self, of: str) -> int:
         if of == "edges":

@@ -169,9 +169,11 @@ class GraphAttention(AttentionSteps):
         self, shard: ShardedGraph, projected: Any, valid: ValidPair, of_edges: dict[str, Tensor]
     ) -> Any:
         query, key, value = projected
+        bias, like = shard.edge_bias(of_edges.get("edge_bias")), query.shape[:-3]
+        if bias is not None:  # before rows travel, so that other ranks are told of an error
+            check_edge_bias(bias, shard.graph, self.heads, bias.dtype, query.device, like)
         graph, (key, value), valid = shard.fetch((key, value), (-3, -3), valid)
-        values = _bias_argument(shard.edge_bias(of_edges.get("edge_bias")))
-        return (query, key, value), graph, valid, values
+        return (query, key, value), graph, valid, _bias_argument(bias)
 
     def unfused(
         self,

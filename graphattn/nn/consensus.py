@@ -217,16 +217,18 @@ class _Consensus(GraphLayer):
             if self.iterations > 1:
                 return self.iterated(x, context, graph, valid, positions, None, **of_edges)
             return super().forward_pass(x, context, graph, valid, positions, weights, **of_edges)
-        if may_use_ring(self, graph):
+        features = of_edges["edge_features"]
+        if may_use_ring(self, graph, positions, features):
             return consensus_on_ring(self, x, context, graph, valid, positions)
         alone = context is x
         both = self.update_rule == "energy" and context is x
-        features = of_edges["edge_features"]
         x, sources, graph_of_rank, pair = self.prepare(
             x, context, graph, valid, per_edge=features is not None
         )
         if both and features is not None:
             features = graph.values_of_both_ends(features)
+        elif features is not None:  # before rows travel, so that other ranks are told of an error
+            self.checked_features(features, x, graph.graph)
         places: Any = (None, None)
         if positions is not None:
             places = self.resolve_positions(graph_of_rank, positions)

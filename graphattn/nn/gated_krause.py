@@ -95,8 +95,8 @@ class GatedKrauseAttention(Configured, nn.Module):
         - **output**: [*, N, dim]
 
     Raises:
-        ValueError: names the argument, its value and what is allowed. Also for a graph that is
-            divided among ranks.
+        ValueError: names the argument, its value and what is allowed. With `krause_window` also for
+            a graph of neighbours that was found over ranks.
 
     Example:
         >>> import torch, graphattn as ga
@@ -159,24 +159,20 @@ class GatedKrauseAttention(Configured, nn.Module):
     def forward(
         self,
         x: Tensor,
-        graph: TokenGraph | Tensor,
+        graph: TokenGraph | ShardedGraph | Tensor,
         *,
         valid: Tensor | None = None,
         positions: Positions = None,
     ) -> Tensor:
         """Mix what every token gets over the graph and over its nearby edges."""
-        if isinstance(graph, ShardedGraph):
-            raise ValueError(
-                "graph must be a TokenGraph for GatedKrauseAttention, which sees two graphs, got a "
-                "ShardedGraph: use DotProductAttention or KrauseAttention in a model whose graphs "
-                "are divided among ranks"
-            )
         if isinstance(graph, Tensor) and isinstance(x, Tensor) and x.dim() >= 2:
             graph = check_graph(graph, x, x.shape[-2], x.shape[-2])
         given: dict[str, Any] = {"valid": valid, "positions": positions}
         standard: Any = self.dot(x, graph, **given)
         near: Any = graph
-        if self.krause_window is not None:
+        if self.krause_window is not None and isinstance(near, ShardedGraph):
+            near = near.nearby(self.krause_window)
+        elif self.krause_window is not None:
             near = nearby_edges(near, self.krause_window)
         krause: Any = self.krause(x, near, **given)
         mixed: Tensor = self.gate(standard, krause)

@@ -152,6 +152,29 @@ def _no_memory(*_: Any) -> None:
     raise MemoryError("no memory for keys")
 
 
+def generation_differs(group: Any) -> list[str]:
+    """Return the errors of calls in which rank 1 has another prompt, or writes more tokens."""
+    shard = ga.distributed.shard(ga.causal_graph(TOKENS), group)
+    torch.manual_seed(0)
+    model, prompt = ga.models.CausalLM(9, DIM, depth=1, heads=2), torch.arange(TOKENS) % 9
+    is_odd = shard.rank == 1
+    return [
+        _error(lambda: model.generate(prompt.roll(int(is_odd)), 2, shard=shard)),
+        _error(lambda: model.generate(prompt, 2 + is_odd, shard=shard)),
+    ]
+
+
+def positions_of_one_rank_are_two(group: Any) -> str:
+    """Return the error of a consensus in which tokens of rank 1 have a position for each end."""
+    shard = ga.distributed.shard(ga.complete_graph(TOKENS), group, exchange="ring")
+    layer = ga.nn.SelfConsensus(DIM, 2, rank=2, edge_hidden=4, rope=True)
+    places: Any = shard.positions
+    if shard.rank == 1:
+        places = places, places + 1
+    x = torch.randn(shard.num_targets, DIM)
+    return _error(lambda: layer(x, shard, positions=places))
+
+
 def all_ranks_raise(group: Any) -> str:
     """All ranks make the same mistake, one after the other; afterwards they go on."""
     shard = ga.distributed.shard(ga.causal_graph(TOKENS), group)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -235,7 +236,8 @@ def compare(group: Any, rng: random.Random, shard: Any, layer: nn.Module) -> Non
     )
     close("output", shard.gather(actual), expected)
     # The parts of the gradient of a bandwidth are larger than their sum.
-    of_bandwidth = isinstance(layer, ga.nn.KrauseAttention) and shard.exchange == "ring"
+    by_distance = isinstance(layer, ga.nn.KrauseAttention | ga.nn.GatedKrauseAttention)
+    of_bandwidth = by_distance and shard.exchange == "ring"
     for i, (part, gradient) in enumerate(zip(parts, gradients, strict=True)):
         like = [*whole, *layer.parameters()][i]
         total = torch.zeros_like(like) if part is None else part.clone()
@@ -276,6 +278,26 @@ def every_layer_over(group: Any, name: str, way: int) -> int:
             error.add_note(f"{layer_name} over {graph}, {exchange}, {order}")
             raise
     return len(layers)
+
+
+def two_branches(group: Any) -> int:
+    """Compare a layer whose second branch sees the nearby edges only; returns the graphs."""
+    count = 0
+    for number, name in enumerate(("causal", "packed causal", "edges", "longformer", "cycle")):
+        exchange, order = WAYS[number]
+        rng = random.Random(name)
+        torch.manual_seed(8)
+        shard = ga.distributed.shard(
+            GRAPHS[name](rng, 24, 4), group, exchange=exchange, order=order
+        )
+        layer = ga.nn.GatedKrauseAttention(DIM, HEADS, krause_window=4, top_k=2, rope=True)
+        compare(group, rng, shard, layer.to(WIDE))
+        assert shard.nearby(4) is shard.nearby(4)
+        count += 1
+    near = shard.knn_graph(torch.randn(shard.num_targets, 2), 3)
+    with pytest.raises(ValueError, match="must not be a graph of neighbours that was found over"):
+        layer(torch.randn(shard.num_targets, DIM, dtype=WIDE), near)
+    return count
 
 
 def random_consensus(group: Any, seeds: list[int]) -> int:

@@ -112,6 +112,19 @@ def test_an_error_of_one_rank_is_raised_on_every_rank(ranks: Ranks, exchange: st
         assert errors == [f"RankFailure: rank 1 raised {error}" for error in by_rank[1]]
 
 
+def test_ranks_that_generate_something_else_are_named(ranks: Ranks) -> None:
+    for prompts, counts in ranks.run(cases.generation_differs, 3):
+        assert prompts.startswith("ValueError: tokens must be equal on all ranks, got [24] ")
+        assert counts.endswith(
+            "max_new_tokens must be equal on all ranks, got 2 on ranks 0 and 2, 3 on rank 1"
+        )
+
+
+def test_tokens_with_two_positions_on_one_rank_are_named(ranks: Ranks) -> None:
+    for error in ranks.run(cases.positions_of_one_rank_are_two, 3):
+        assert "positions of targets must be equal on all ranks, got none on ranks 0" in error
+
+
 def test_an_error_that_all_ranks_raise_is_their_own(ranks: Ranks) -> None:
     for error in ranks.run(cases.all_ranks_raise, 3):
         assert error.startswith("ValueError: x must be a tensor of shape [*, N, 8]")

@@ -13,6 +13,7 @@ from sharded_cases import (
     random_consensus,
     rows_sent_by_a_causal_window,
     trips_of_a_ring,
+    two_branches,
 )
 
 from graphattn.ops.backends import why_not_native
@@ -31,6 +32,11 @@ def test_outputs_and_gradients_equal_those_of_one_process(ranks, size, number):
 @pytest.mark.parametrize("graph", ["causal", "window", "two tracks, complete"])
 def test_one_rank_may_own_two_runs_that_see_the_same_tokens(ranks, graph):
     assert min(ranks.run(every_layer_over, 1, name=graph, way=2)) > 4
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_a_branch_sees_the_nearby_edges_over_all_ranks(ranks, size):
+    assert ranks.run(two_branches, size) == [5] * size
 
 
 @pytest.mark.parametrize("way", [4, 5], ids=["runs", "zigzag"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from sharded_cases import CONSENSUS, DIM, ENERGY, HEADS, WIDE, layers_over
 from torch import Tensor
@@ -12,11 +13,12 @@ import graphattn as ga
 
 
 def masks_that_differ(group: Any) -> int:
-    """Consensus of tokens that move but are not seen, or the other way round."""
+    """Consensus of tokens that move but are not seen, or are elsewhere when they are seen."""
     n, count = 13, 0
     graph = ga.window_path_graph(n, 3)
     torch.manual_seed(3)
     a, b = torch.rand(n) < 0.7, torch.rand(n) < 0.7
+    places = torch.randperm(n), torch.randperm(n)
     for name, made in {**CONSENSUS, **ENERGY}.items():
         ways: Any = ("runs", "rows"), ("zigzag", "rows"), ("runs", "ring")
         for order, exchange in ways:
@@ -29,6 +31,8 @@ def masks_that_differ(group: Any) -> int:
                 of_rank["edge_features"] = shard.split(values, of="edges")
             x = torch.randn(2, n, DIM, dtype=WIDE)
             for pair in ((None, b), (a, None), (a, b)):
+                if pair[1] is None:  # a position as a target and another one as a source
+                    features["positions"], of_rank["positions"] = places, shard.split(*places)
                 y = layer(x, graph, valid=pair, **features)
                 expected = shard.split(y if pair[0] is None else y * pair[0][:, None])
                 y = layer(shard.split(x), shard, valid=shard.split(*pair), **of_rank)
@@ -51,25 +55,37 @@ def graph_kept_by_one_rank(group: Any) -> list[bool]:
     return are_zigzag
 
 
-def bias_as_long_as_a_table(group: Any) -> str:
-    """The error of rank 0, which has as many edges as the graph has offsets; then it is clear."""
+def bias_as_long_as_a_table(group: Any) -> list[str]:
+    """Errors of values per edge that are as many as offsets: on rank 0 only, and on all ranks.
+
+    Tables of the same length, and values that cannot be tables, are taken for what they are.
+    """
     graph = ga.causal_graph(15)  # three ranks: 15 edges of 5 targets on rank 0
     shard = ga.distributed.shard(graph, group, exchange="rows", order="runs")
     torch.manual_seed(0)
     layer = ga.nn.DotProductAttention(DIM, HEADS).to(WIDE)
     x, places = torch.randn(15, DIM, dtype=WIDE), torch.randn(15, 3, dtype=WIDE)
     bias = torch.randn(graph.num_edges, HEADS, dtype=WIDE)
+    table = torch.randn(15, HEADS, dtype=WIDE)
     of_rank = shard.split(bias, of="edges")
-    error = ""
-    try:
-        shard.edge_bias(of_rank)
-    except ValueError as actual:
-        error = str(actual)
+    one_each = ga.causal_window_graph(3, 3, past=5)  # three edges to each token, three offsets
+    parts = ga.distributed.shard(one_each, group, exchange="rows", order="runs")
+    calls = (
+        lambda: layer(shard.split(x), shard, edge_bias=of_rank),
+        lambda: layer(x[:1], parts, x[: parts.num_sources], edge_bias=table[:3]),
+        lambda: layer(shard.split(x), shard, edge_bias=of_rank[None, shard.rank == 1 :]),
+    )
+    errors = []
+    for call in calls:
+        with pytest.raises((ValueError, ga.distributed.RankFailure)) as error:
+            call()
+        errors.append(str(error.value))
     distances = ga.nn.DistanceBias(HEADS).to(WIDE)
     offsets = ga.nn.OffsetBias(HEADS, max_offset=9).to(WIDE)
     for p in offsets.parameters():
         torch.nn.init.normal_(p)
     pairs = [
+        (table, table),
         (bias, of_rank[None]),
         (distances(places, graph), distances(shard.split(places), shard)),
         (offsets(graph), offsets(shard)),
@@ -81,7 +97,7 @@ def bias_as_long_as_a_table(group: Any) -> str:
     for whole, of_rank in pairs:
         expected = shard.split(layer(x, graph, edge_bias=whole))
         assert torch.allclose(layer(shard.split(x), shard, edge_bias=of_rank), expected, atol=1e-12)
-    return error
+    return errors
 
 
 def inference_first(group: Any) -> int:

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import graphattn as ga
-from graphattn.distributed.sharded_graph import ShardedGraph
 
 V, D, H = 11, 16, 2
 
@@ -79,8 +78,6 @@ def test_both_branches_are_recorded_and_counted():
 
 def test_what_it_cannot_do_is_said():
     model = model_of()
-    with pytest.raises(ValueError, match="graph must be a TokenGraph for GatedKrauseAttention"):
-        model.blocks[0].mixer(torch.randn(3, D).double(), object.__new__(ShardedGraph))
     with pytest.raises(ValueError, match="edge_bias must be None in a model without attention"):
         model(tokens_of(9), edge_bias=torch.zeros(17, H))
     with pytest.raises(ValueError, match=r"value_embeddings=True needs .* got 'dot\+krause'"):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from graphattn.distributed.agreement import agree
 from graphattn.distributed.exchange import of_first_rank
 from graphattn.distributed.sharded_graph import ShardedGraph
 from graphattn.graphs.arguments import as_int
@@ -174,9 +176,13 @@ def generate(
         if reader_of_text is not None and count:
             # The last token is written and not read.
             reader_of_text.check_length(tokens.shape[-1] - padding + count - 1)
-    text = GrowingText(tokens, count, _stops(stop, model.vocab_size), progress)
+    stops = _stops(stop, model.vocab_size)
+    text = GrowingText(tokens, count, stops, progress)
     if shard is not None:
         _check_shard(shard, tokens, draft)
+        if isinstance(shard, ShardedGraph) and shard.group is not None:
+            given = {"tokens": tokens, "valid": valid, "max_new_tokens": count, "stop": stops}
+            agree(shard.group, {name: _digest(value) for name, value in given.items()})
     if draft is not None:
         _check_draft(draft, model)
         if not text.is_over:
@@ -305,6 +311,14 @@ def _check_draft(draft: TokenModel, model: TokenModel) -> None:
             f"draft must be on the device of the model, {model.embedding.weight.device}, got "
             f"{draft.embedding.weight.device}"
         )
+
+
+def _digest(value: Any) -> str:
+    """Return a text for a value, equal ones for equal values."""
+    if not isinstance(value, Tensor):
+        return str(value)
+    digest = hashlib.blake2b(value.cpu().numpy().tobytes(), digest_size=8).hexdigest()
+    return f"{list(value.shape)} {digest}"
 
 
 def _check_shard(shard: Any, tokens: Tensor, draft: Any) -> None:

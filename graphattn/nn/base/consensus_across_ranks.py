@@ -33,13 +33,16 @@ from graphattn.ops.consensus.step_size import automatic_move, bounds_of_degrees
 from graphattn.ops.inputs import compute_dtype, full_precision
 
 
-def may_use_ring(layer: Any, shard: ShardedGraph) -> bool:
+def may_use_ring(layer: Any, shard: ShardedGraph, positions: Any, features: Any) -> bool:
     """Whether a call computes with the rows of one rank at a time.
 
     Otherwise all rows are fetched: for the features of edges, of which a rank has one row per edge
-    in the order of its own graph, and for messages and projections of the layer's own.
+    in the order of its own graph; for messages and projections of the layer's own; and if a token
+    that moves as both ends of an edge has a position for each, so two states.
     """
-    plain = not layer.edge_features and not own_methods(layer, "project")
+    plain = not layer.edge_features and features is None and not own_methods(layer, "project")
+    if layer.update_rule == "energy" and isinstance(positions, tuple):
+        plain &= len({*map(id, positions)}) == 1
     return shard.exchange == "ring" and plain
 
 

@@ -248,13 +248,12 @@ class OffsetBias(Configured, nn.Module):
             (of_source,) = shard.by_targets.exchange(of_source, dims=[-1 - len(more)])
             bias = self.forward(shard.graph, positions=(of_target, of_source))
             return shard.unlike_a_table(bias)
-        table = None
-        if shard.graph.structure is None and self.axes > 1:  # cells are known of the whole alone
-            table = offsets_of_table(shard.whole, self.axes)
-        if table is not None:
-            return shard.spread(self._of_offsets(table))
-        bias = self.forward(shard.graph)
-        return shard.unlike_a_table(bias) if shard.graph.structure is None else bias
+        table = offsets_of_table(shard.whole, self.axes)
+        if table is None:
+            return shard.unlike_a_table(self.forward(shard.graph))
+        bias = self._of_offsets(table)
+        is_clear = shard.is_table(bias) and not shard.is_ambiguous(bias)
+        return bias if is_clear else shard.spread(bias)
 
     def _of_edges(self, graph: TokenGraph, positions: Any) -> Tensor:
         """Return [E, heads] or [*, E, heads], from the positions of the two tokens of each edge."""
