@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import pickle
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -215,3 +217,67 @@ def a_score_with_a_foreign_parameter(group: Any) -> list[str]:
         else:
             messages.append("no error")
     return messages
+
+
+def compiled_rings(group: Any) -> int:
+    """Rings in compiled functions give what plain ones give, in float64; return the cases."""
+    torch.manual_seed(0)
+    mask = torch.rand(2, 24) < 0.7
+    bias = nn.Embedding(47, HEADS)  # a row per offset
+    dropping = ga.nn.DotProductAttention(DIM, HEADS, attention_dropout=0.5)
+    iterated = ga.nn.SelfConsensus(
+        DIM, HEADS, rank=2, edge_hidden=4, update="target", rope=True, iterations=2
+    )
+    sink = ga.nn.DotProductAttention(DIM, HEADS, kv_heads=1, rope=True, sink=True)
+    cases: dict[str, tuple[nn.Module, ga.TokenGraph, Any]] = {
+        "masks in zigzag": (sink, ga.causal_graph(24), lambda s: {"valid": s.split(mask)}),
+        "biases": (_layers()["dot"], ga.complete_graph(24), lambda s: {"edge_bias": bias.weight}),
+        "dropout": (dropping, ga.causal_graph(24), lambda s: {}),
+        "iterations": (iterated, ga.causal_graph(24), lambda s: {"valid": s.split(mask)}),
+    }
+    for name, (layer, graph, options) in cases.items():
+        torch._dynamo.reset()
+        layer.double()
+        bias.double()
+        both = nn.ModuleList([layer, bias])
+        shard = ga.distributed.shard(graph, group, exchange="ring")
+        x = torch.randn(2, shard.num_targets, DIM, dtype=torch.float64)
+
+        def run(x: Tensor, of: Any = layer, shard: Any = shard, options: Any = options) -> Tensor:
+            torch.manual_seed(5)
+            y: Tensor = of(x, shard, **options(shard))
+            return y
+
+        fast = torch.compile(layer, backend="aot_eager", fullgraph=True)
+        a = _gradients(run, both, x)
+        b = _gradients(partial(run, of=fast), both, x)
+        again = _gradients(lambda x, f=fast, run=run: checkpoint(partial(run, of=f), x), both, x)
+        for expected, actual, third in zip(a, b, again, strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12, msg=name)
+            assert torch.equal(actual, third), name
+    return len(cases)
+
+
+def compiled_once_for_all_layers(group: Any) -> int:
+    """Layers of a kind and their copies share what is compiled, also with parameters of others."""
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    shard = ga.distributed.shard(ga.complete_graph(24), group, exchange="ring")
+    first = ga.nn.GaussianKernelAttention(DIM, HEADS)
+    layers = [first, copy.deepcopy(first), pickle.loads(pickle.dumps(first))]
+    x = torch.randn(shard.num_targets, DIM)
+    for layer in layers:
+        with torch.no_grad():
+            for p in layer.parameters():
+                p.add_(torch.rand_like(p))
+        expected = _gradients(lambda x, layer=layer: layer(x, shard), layer, x)
+        layer.compile(backend=counter, fullgraph=True)
+        actual = _gradients(lambda x, layer=layer: layer(x, shard), layer, x)
+        for a, b in zip(actual, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    plain = ga.nn.GaussianKernelAttention(DIM, HEADS)
+    values = {name: p + 1 for name, p in plain.named_parameters()}
+    replaced = partial(torch.func.functional_call, plain, values, (x, shard))
+    torch.testing.assert_close(torch.compile(replaced, backend="aot_eager")(), replaced())
+    assert not torch.allclose(replaced(), plain(x, shard))
+    return counter.frame_count

@@ -9,6 +9,8 @@ from combinations import (
     checkpointed,
     compiled,
     compiled_by_inductor,
+    compiled_once_for_all_layers,
+    compiled_rings,
     dropped,
     half_precision,
     refusals,
@@ -25,6 +27,16 @@ def test_two_compilations_serve_all_lengths(ranks):
     """Rings are one operator of a compiled function."""
     for name, counts in ranks.run(compiled, 2, limit=1200)[0]:
         assert counts == [1, 2, 2], name
+
+
+@pytest.mark.long
+def test_a_compiled_ring_gives_what_a_plain_one_gives(ranks):
+    assert ranks.run(compiled_rings, 3) == [4] * 3
+
+
+@pytest.mark.long
+def test_a_ring_is_compiled_once_for_all_layers_of_a_kind(ranks):
+    assert ranks.run(compiled_once_for_all_layers, 2) == [1] * 2
 
 
 @pytest.mark.slow

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,6 @@ from graphattn.distributed.local_graph import unlike_edges
 from graphattn.distributed.ring.rounds import RingBlock
 from graphattn.ops.attention.api import attend
 from graphattn.ops.attention.candidates import candidates_by_score, merge_top_k
-from graphattn.ops.attention.logits.score import Score
 from graphattn.ops.attention.merge import merged
 from graphattn.ops.attention.part_gradients import Pairs, part_gradients
 from graphattn.ops.inputs import compute_dtype, full_precision, repeat_heads
@@ -22,18 +21,42 @@ Tensors = tuple[Tensor, ...]
 Given = Sequence[Any]  # tensors, or None for a missing one
 
 
+class Results(NamedTuple):
+    """The shape [*, N, H] of all results of an operation, their numbers of features, and dtypes."""
+
+    shape: Sequence[int]
+    widths: Sequence[int]
+    dtypes: Sequence[torch.dtype]
+
+
 class RingOperation:
     """An operation that can be computed in parts, each over some of the sources.
 
     All tensors of targets and sources have the shape [*, tokens, heads, features], and masks
     [*, tokens]; some may be None.
 
+    ``type(operation)(layer, *tensors)`` is an equal operation.
+
     Attributes:
+        layer: the layer whose operation it is, and whose parameters it differentiates; None for an
+            operation without parameters.
+        tensors: others that it depends on, or None for a missing one.
+        both: whether it moves both ends of an edge.
         needs_its_part: the reason why gradients of a part need its own results; None if
             :meth:`from_results` computes them.
     """
 
+    both: bool = False
     needs_its_part: str | None = None
+
+    def __init__(self, layer: Any, *tensors: Tensor | None) -> None:
+        self.layer, self.tensors = layer, tensors
+
+    def results(self, targets: Given, sources: Given) -> Results:
+        """Return what the results are, before they are computed."""
+        query, value = targets[0], sources[1]
+        dtype = compute_dtype(query.dtype)
+        return Results(query.shape[:-1], (value.shape[-1], 1), (dtype, dtype))
 
     def part(self, targets: Given, sources: Given, block: RingBlock) -> Tensors:
         """Compute the results over a block, each [*, N, H, features]; they are differentiated."""
@@ -73,6 +96,9 @@ class SumParts(RingOperation):
 class LinearParts(SumParts):
     """Numerators and denominators of linear attention."""
 
+    def __init__(self, layer: None = None) -> None:
+        super().__init__(layer)
+
     def part(self, targets: Given, sources: Given, block: RingBlock) -> Tensors:
         query, turned_query, of_targets = targets
         key, value, turned_key, of_sources = sources
@@ -88,51 +114,46 @@ class SoftmaxParts(RingOperation):
     """Softmax attention; its parts are merged by their log-sums.
 
     Args:
-        score: makes the score. It is called for every part.
-        dropout: the share of edges that is dropped, and the seed of that.
-        edge_bias, softcap, backend: as in :func:`~graphattn.score_attention`.
+        layer: an attention layer; its score is made for every part.
+        edge_bias: a table per offset of the whole graph, or None.
+        seed: that of dropout, a LongTensor; None without dropout.
     """
 
     def __init__(
-        self,
-        score: Callable[[], Score],
-        *,
-        dropout: tuple[float, int] = (0.0, 0),
-        edge_bias: Tensor | None = None,
-        softcap: float | None = None,
-        backend: str = "auto",
+        self, layer: Any, edge_bias: Tensor | None = None, seed: Tensor | None = None
     ) -> None:
-        self.score, (self.dropout, self.seed) = score, dropout
-        self.edge_bias, self.softcap, self.backend = edge_bias, softcap, backend
-        if self.dropout:
+        super().__init__(layer, edge_bias, seed)
+        if seed is not None:
             self.needs_its_part = "dropout draws the edges of every part"
 
     def part(self, targets: Given, sources: Given, block: RingBlock) -> Tensors:
         (query, of_targets), (key, value, of_sources) = targets, sources
-        generator = None
-        if self.dropout:
-            generator = torch.Generator().manual_seed(self.seed + block.number)
+        layer, (_, seed) = self.layer, self.tensors
+        dropout, generator = 0.0, None
+        if seed is not None:
+            dropout = layer.current_dropout
+            generator = torch.Generator().manual_seed(int(seed) + block.number)
         out, lse = attend(
             query,
             key,
             value,
             block.graph,
             (of_targets, of_sources),
-            self.score(),
-            softcap=self.softcap,
+            layer.score(),
+            softcap=layer.softcap,
             eps=0.0,
             top_k=None,
             edge_bias=self._bias_of(block),
-            backend=self.backend,
+            backend=layer.backend,
             sink=None,
-            dropout=self.dropout,
+            dropout=dropout,
             generator=generator,
         )
         return out.to(lse.dtype), lse[..., None]
 
     def _bias_of(self, block: RingBlock) -> Tensor | None:
         """Return the biases of a block, from the table per offset of the whole graph."""
-        table = self.edge_bias
+        table = self.tensors[0]
         if table is None:
             return None
         if block.offsets is None:
@@ -161,64 +182,70 @@ class SoftmaxParts(RingOperation):
             key,
             value,
             block.graph,
-            self.score(),
+            self.layer.score(),
             valid=(of_targets, of_sources),
             whole=(out, lse[..., 0]),
             d_whole=(d_out, d_lse[..., 0]),
             edge_bias=self._bias_of(block),
-            softcap=self.softcap,
-            backend=self.backend,
+            softcap=self.layer.softcap,
+            backend=self.layer.backend,
         )
 
 
 class BestParts(RingOperation):
-    """The k best sources of every target and head: logits and tokens [*, N, H, k].
+    """The k best sources of every target and head of a layer with top-k; only keys travel.
 
-    Tokens are those of the whole graph; -1 where a row has fewer sources. Only keys travel.
+    The results are logits and tokens of the whole graph, both [*, N, H, k]; -1 where a row has
+    fewer sources.
     """
 
-    def __init__(self, score: Callable[[], Score], k: int) -> None:
-        self.score, self.k = score, k
+    def results(self, targets: Given, sources: Given) -> Results:
+        query, k = targets[0], self.layer.top_k
+        return Results(query.shape[:-1], (k, k), (compute_dtype(query.dtype), torch.int64))
 
     def part(self, targets: Given, sources: Given, block: RingBlock) -> Tensors:
         (query, of_targets), (key, of_sources) = targets, sources
         logits, index = candidates_by_score(
-            query, key, block.graph, self.k, self.score(), valid=(of_targets, of_sources)
+            query,
+            key,
+            block.graph,
+            self.layer.top_k,
+            self.layer.score(),
+            valid=(of_targets, of_sources),
         )
         if len(block.tokens):
             index = torch.where(index < 0, index, block.tokens[index.clamp(min=0)])
         return logits, index
 
     def merge(self, whole: Tensors, part: Tensors) -> Tensors:
-        (logits, index), (others, their_index) = whole, part
-        return merge_top_k([(logits, index), (others, their_index)], self.k)
+        pairs = ((logits, index) for logits, index in (whole, part))
+        return merge_top_k(pairs, self.layer.top_k)
 
 
 class TopKParts(SoftmaxParts):
     """Softmax attention over sources that are selected already, per target and head.
 
     Args:
-        score: makes the score.
+        layer: an attention layer.
         index: LongTensor [*, N, H, k], the tokens that every row selects; -1 for none.
     """
 
     needs_its_part = "its sources are selected"
 
-    def __init__(self, score: Callable[[], Score], index: Tensor) -> None:
-        super().__init__(score)
-        self.index = index
+    def __init__(self, layer: Any, index: Tensor) -> None:
+        RingOperation.__init__(self, layer, index)
 
     def part(self, targets: Given, sources: Given, block: RingBlock) -> Tensors:
         (query, _), (key, value, _) = targets, sources
         heads = query.shape[-2]
         dtype = compute_dtype(query.dtype)
         start, stop = block.targets
-        index = self.index[..., start:stop, :, :]
+        index = self.tensors[0][..., start:stop, :, :]
         place = torch.searchsorted(block.tokens, index.clamp(min=0))
         place = place.clamp(max=max(len(block.tokens) - 1, 0))
         is_here = (index >= 0) & (block.tokens[place] == index) if len(block.tokens) else index < -1
         with full_precision(query.device):
-            score = self.score().ready(heads, query)
+            score = self.layer.score().ready(heads, query)
             keys, values = (
                 _rows_of_heads(repeat_heads(x.to(dtype), heads), place, is_here)
                 for x in (key, value)

@@ -10,14 +10,14 @@ The table :data:`GRADIENTS` says how the gradients of a part are computed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
-from graphattn.distributed.agreement import OpenFacts, facts_in_graph
 from graphattn.distributed.exchange import RowExchange, in_places_of, rows_of_rounds
+from graphattn.distributed.ring.compiled import as_operator, register
 from graphattn.distributed.ring.operations import Given, RingOperation, Tensors
 from graphattn.distributed.ring.rounds import RingBlock, RingRound
 from graphattn.distributed.seen import Run
@@ -25,77 +25,20 @@ from graphattn.ops.attention.part_gradients import Pairs
 from graphattn.ops.backends import Backend
 
 
-class RingCall(NamedTuple):
-    """What is computed on a ring, and for whom.
-
-    Attributes:
-        make: makes the operation from the layer and `tensors`; a function of a module.
-        layer: a layer, whose parameters the operation differentiates; None for an operation
-            without any.
-        shard: the graph.
-        both: whether the operation moves both ends of an edge.
-        shape: [*, N, H], of the results.
-        widths, dtypes: how many features each of them has, and its dtype.
-    """
-
-    make: Callable[..., RingOperation]
-    layer: Any
-    shard: Any
-    shape: Sequence[int]
-    widths: Sequence[int]
-    dtypes: Sequence[torch.dtype]
-    both: bool = False
-
-    @property
-    def rounds(self) -> tuple[RingRound, ...]:
-        """The rounds of this rank."""
-        rounds: tuple[RingRound, ...] = (
-            self.shard.rounds_of_both_ends if self.both else self.shard.rounds
-        )
-        return rounds
-
-
-def on_ring(call: RingCall, targets: Given, sources: Given, tensors: Given = ()) -> Tensors:
+def on_ring(operation: RingOperation, shard: Any, targets: Given, sources: Given) -> Tensors:
     """Return the results [*, N, H, features] of an operation over the sources of all ranks.
 
     Targets and sources are this rank's tensors [*, tokens, heads, features], or masks [*, tokens].
-    `tensors` are others that the operation depends on, such as biases.
     """
-    parameters = [] if call.layer is None else [*call.layer.parameters()]
+    layer, tensors = operation.layer, operation.tensors
+    parameters = [] if layer is None else [*layer.parameters()]
     if torch.compiler.is_compiling():
-        return _as_operator(call, (targets, sources, parameters, tensors))
-    operation = call.make(call.layer, *tensors)
+        return as_operator(operation, shard, (targets, sources, parameters, tensors))
+    rounds = shard.rounds_of_both_ends if operation.both else shard.rounds
     counts = len(targets), len(sources)
     needed = [x for x in (*parameters, *tensors) if x is not None and x.requires_grad]
-    results: Tensors = _OnRing.apply(operation, call.rounds, counts, *targets, *sources, *needed)
+    results: Tensors = _OnRing.apply(operation, rounds, counts, *targets, *sources, *needed)
     return results
-
-
-def _as_operator(call: RingCall, given: Sequence[Given]) -> Tensors:
-    """Return the results while torch.compile traces: by the operator of :mod:`.compiled`.
-
-    `given` are the targets, the sources, the parameters of the layer, and other tensors.
-    """
-    everything = [x for part in given for x in part]
-    device = call.shard.device.type
-    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    facts = facts_in_graph() or OpenFacts([], [])
-    results: list[Tensor] = torch.ops.graphattn.ring(
-        [x for x in everything if x is not None],
-        [x is not None for x in everything],
-        [len(part) for part in given[:3]],
-        call.shard._number,
-        None if call.layer is None else call.layer._number,
-        f"{call.make.__module__}:{call.make.__name__}",
-        call.both,
-        autocast,
-        list(call.shape),
-        list(call.widths),
-        list(call.dtypes),
-        ["", *facts.texts],  # autograd would take an empty list for one of tensors
-        [0, *facts.sizes],
-    )
-    return tuple(results)
 
 
 def over_own_sources(
@@ -224,6 +167,9 @@ def backward(
     if returning is not None:
         returning[0].add_returned(returning[1], of_sources)
     return [*totals, *of_parameters]
+
+
+register(forward, backward)
 
 
 class _Once(torch.autograd.Function):

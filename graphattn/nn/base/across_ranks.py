@@ -14,14 +14,13 @@ from torch import Tensor
 
 from graphattn.distributed.exchange import head_token_dim
 from graphattn.distributed.planning.plans import WORTH_HIDING
-from graphattn.distributed.ring import compiled as _  # registers the operator of a ring
 from graphattn.distributed.ring.operations import BestParts, LinearParts, SoftmaxParts, TopKParts
-from graphattn.distributed.ring.passes import RingCall, on_ring
+from graphattn.distributed.ring.passes import on_ring
 from graphattn.distributed.ring.states import linear_with_states
 from graphattn.distributed.sharded_graph import ShardedGraph
 from graphattn.nn.base.overrides import names_of, overridden, overridden_edges
 from graphattn.ops.dropout import SEEDS
-from graphattn.ops.inputs import ValidPair, clear_invalid, compute_dtype
+from graphattn.ops.inputs import ValidPair, clear_invalid
 from graphattn.ops.linear_attention.api import average, linear_attention_sums
 from graphattn.ops.segments import even_sigmoid
 
@@ -120,50 +119,18 @@ def attention_on_ring(
     """
     check_layer(layer)
     check_bias(edge_bias, shard)
-    shape, dtype = query.shape[:-1], compute_dtype(query.dtype)
-    make: Any = softmax_of
-    tensors: tuple[Any, ...] = edge_bias, seed_of(layer)
-    if (k := layer.top_k) is not None:
+    operation: SoftmaxParts
+    if layer.top_k is not None:
         check_top_k(layer, edge_bias)
-        best = RingCall(best_of, layer, shard, shape, (k, k), (dtype, torch.int64))
         with torch.no_grad():
-            _, index = on_ring(best, (query, valid[0]), (key, valid[1]))
-        make, tensors = top_k_of, (index,)
-    targets, sources = (query, valid[0]), (key, value, valid[1])
-    call = RingCall(make, layer, shard, shape, (value.shape[-1], 1), (dtype, dtype))
-    out, lse = on_ring(call, targets, sources, tensors)
+            best = BestParts(layer)
+            _, index = on_ring(best, shard, (query, valid[0]), (key, valid[1]))
+        operation = TopKParts(layer, index)
+    else:
+        seed = torch.randint(SEEDS, ()) if layer.current_dropout else None
+        operation = SoftmaxParts(layer, edge_bias, seed)
+    out, lse = on_ring(operation, shard, (query, valid[0]), (key, value, valid[1]))
     return clear_invalid(_normalised(layer, out, lse), valid[0]).to(query.dtype)
-
-
-def seed_of(layer: Any) -> Tensor | None:
-    """Draw the seed of a layer's dropout; None without dropout."""
-    return torch.randint(SEEDS, ()) if layer.current_dropout else None
-
-
-def softmax_of(layer: Any, edge_bias: Tensor | None, seed: Tensor | None) -> SoftmaxParts:
-    """Return the attention of a layer without top-k, as an operation in parts."""
-    return SoftmaxParts(
-        layer.score,
-        dropout=(0.0, 0) if seed is None else (layer.current_dropout, int(seed)),
-        edge_bias=edge_bias,
-        softcap=layer.softcap,
-        backend=layer.backend,
-    )
-
-
-def best_of(layer: Any) -> BestParts:
-    """Return the selection of a layer with top-k, as an operation in parts."""
-    return BestParts(layer.score, layer.top_k)
-
-
-def top_k_of(layer: Any, index: Tensor) -> TopKParts:
-    """Return the attention of a layer over selected sources, as an operation in parts."""
-    return TopKParts(layer.score, index)
-
-
-def linear_of(_: None) -> LinearParts:
-    """Return linear attention as an operation in parts."""
-    return LinearParts()
 
 
 def _normalised(layer: Any, out: Tensor, lse: Tensor) -> Tensor:
@@ -192,8 +159,9 @@ def attention_with_globals(
 ) -> Tensor:
     """The averages of every target, [*, N, H, D], if the graph has global tokens."""
     split = shard.global_targets
-    out, lse = split.computed(
-        softmax_of(layer, None, seed_of(layer)), (query, valid[0]), (key, value, valid[1]))
+    seed = torch.randint(SEEDS, ()) if layer.current_dropout else None
+    operation = SoftmaxParts(layer, None, seed)
+    out, lse = split.computed(operation, (query, valid[0]), (key, value, valid[1]))
     of_globals = _normalised(layer, out, lse).to(query.dtype)
     mask = None if valid[0] is None else valid[0].index_select(-1, split.rows)
     graph, (key, value), pair = shard.fetch_for(
@@ -252,9 +220,7 @@ def linear_on_ring(layer: Any, features: Any, shard: ShardedGraph, valid: ValidP
     if shard.sends_states(query.shape[-1], rope=turned[0] is not None):
         above, below = linear_with_states(shard.states, shard.rounds, targets, sources)
     else:
-        shape, dtype = query.shape[:-1], compute_dtype(query.dtype)
-        call = RingCall(linear_of, None, shard, shape, (value.shape[-1], 1), (dtype, dtype))
-        above, below = on_ring(call, targets, sources)
+        above, below = on_ring(LinearParts(), shard, targets, sources)
     return _linear_average(layer, query, above, below)
 
 

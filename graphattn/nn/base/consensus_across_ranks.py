@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphattn.distributed.ring.operations import Given, SumParts, Tensors
-from graphattn.distributed.ring.passes import RingCall, on_ring
+from graphattn.distributed.ring.operations import Given, Results, SumParts, Tensors
+from graphattn.distributed.ring.passes import on_ring
 from graphattn.distributed.ring.rounds import RingBlock
 from graphattn.distributed.sharded_graph import ShardedGraph
 from graphattn.nn.base.across_ranks import own_methods
@@ -56,9 +56,7 @@ def consensus_on_ring(
         check_energy_graph(shard.whole)
     rotations = layer.rotations(x, context, tokens, positions)
     u, compared = layer.moving_states(x, context, rotations)
-    widths = (u.shape[-1], 1) if isinstance(layer.step_of(0), str) else (u.shape[-1],)
-    dtypes = [compute_dtype(u.dtype)] * len(widths)
-    call = RingCall(ConsensusParts, layer, shard, u.shape[:-1], widths, dtypes, both)
+    operation = ConsensusParts(layer)
     of_both = masks if both else (None, None)
     for iteration in range(layer.iterations):
         if iteration:
@@ -68,7 +66,7 @@ def consensus_on_ring(
         has_moved = rotations is not None or (alone and iteration)
         targets = x[..., None, :], compared[0], masks[0], of_both[1]
         sources = context[..., None, :], compared[1] if has_moved else None, masks[1], of_both[0]
-        sums = on_ring(call, targets, sources)
+        sums = on_ring(operation, shard, targets, sources)
         u = _moved(layer, u, sums, shard, masks[0], iteration)
     output: Tensor = layer.project_back(u, rotations)
     return output
@@ -109,10 +107,16 @@ class ConsensusParts(SumParts):
     """
 
     def __init__(self, layer: Any) -> None:
-        self.layer, self.device = layer, layer.output_proj.weight.device.type
+        super().__init__(layer)
+        self.device, self.both = layer.output_proj.weight.device.type, layer.update_rule == "energy"
         self.is_auto = isinstance(layer.step_of(0), str)
         self.autocast = torch.is_autocast_enabled(self.device)
         self.dtype = torch.get_autocast_dtype(self.device)
+
+    def results(self, targets: Given, sources: Given) -> Results:
+        u = targets[1]
+        widths = (u.shape[-1], 1) if self.is_auto else (u.shape[-1],)
+        return Results(u.shape[:-1], widths, [compute_dtype(u.dtype)] * len(widths))
 
     def part(self, targets: Given, sources: Given, block: RingBlock) -> Tensors:
         (x, u, of_targets, as_sources), (c, v, of_sources, as_targets) = targets, sources
