@@ -46,6 +46,14 @@ class RingOperation:
         """Return the gradients of the results of a part, from those of the whole."""
         raise NotImplementedError
 
+    def with_leaves(self, parameters: Given) -> list[Tensor]:
+        """Return parameters whose gradients are taken, in the place of those of the call.
+
+        A tensor that follows from others has to be a leaf: its history is differentiated once, and
+        not by every part.
+        """
+        return list(parameters)
+
     def from_results(
         self, targets: Given, sources: Given, block: RingBlock, whole: Tensors, d_whole: Tensors
     ) -> Pairs | None:
@@ -103,6 +111,7 @@ class SoftmaxParts(RingOperation):
     ) -> None:
         self.score, (self.dropout, self.seed) = score, dropout
         self.edge_bias, self.softcap, self.backend = edge_bias, softcap, backend
+        self.leaf: Tensor | None = None
         if self.dropout:
             self.needs_its_part = "dropout draws the edges of every part"
 
@@ -129,9 +138,14 @@ class SoftmaxParts(RingOperation):
         )
         return out.to(lse.dtype), lse[..., None]
 
+    def with_leaves(self, parameters: Given) -> list[Tensor]:
+        if self.edge_bias is not None and self.edge_bias.requires_grad:
+            self.leaf = self.edge_bias.detach().requires_grad_()
+        return [self.leaf if x is self.edge_bias else x for x in parameters]
+
     def _bias_of(self, block: RingBlock) -> Tensor | None:
         """Return the biases of a block, from the table per offset of the whole graph."""
-        table = self.edge_bias
+        table = self.edge_bias if self.leaf is None else self.leaf
         if table is None:
             return None
         if block.offsets is None:

@@ -153,10 +153,11 @@ class _OnRing(torch.autograd.Function):
         counts = t, s = ctx.counts
         saved = ctx.saved_tensors
         targets, sources, whole = saved[:t], saved[t : t + s], saved[t + s :]
+        parameters = ctx.operation.with_leaves(ctx.parameters)
         needed = ctx.needs_input_grad[3:]
         totals = [
             torch.zeros_like(x) if need and x is not None else None
-            for x, need in zip([*targets, *sources, *ctx.parameters], needed, strict=True)
+            for x, need in zip([*targets, *sources, *parameters], needed, strict=True)
         ]
         of_targets, of_sources, of_parameters = totals[:t], totals[t : t + s], totals[t + s :]
         arriving = rows_of_rounds(_exchanges(ctx.rounds), sources)
@@ -167,7 +168,7 @@ class _OnRing(torch.autograd.Function):
                 d_rows, leaving = exchange.room_for_gradients(of_sources)
             for block in blocks:
                 given = [*_rows(targets, block.targets), *_rows(rows, block.sources)]
-                given += ctx.parameters
+                given += parameters
                 results = _rows(whole, block.targets), _rows(d_whole, block.targets)
                 gradients = _gradients(ctx.operation, block, given, needed, counts, *results)
                 for total, gradient in zip(of_targets, gradients[:t], strict=True):

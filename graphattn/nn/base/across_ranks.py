@@ -131,7 +131,8 @@ def attention_on_ring(
         operation = TopKParts(layer.score, index)
     else:
         operation = softmax_of(layer, edge_bias)
-        parameters += [] if edge_bias is None else [edge_bias]
+        if edge_bias is not None and all(edge_bias is not x for x in parameters):
+            parameters.append(edge_bias)
     out, lse = on_ring(operation, shard.rounds, targets, sources, parameters)
     return clear_invalid(_normalised(layer, out, lse), valid[0]).to(query.dtype)
 
