@@ -21,6 +21,10 @@ def test_a_bias_is_not_taken_for_a_table(ranks: Ranks) -> None:
         assert "edge_bias must have shape [" in short  # of rank 1; the others are told
 
 
+def test_a_learned_table_of_biases_gets_its_gradient_once(ranks: Ranks) -> None:
+    assert ranks.run(cases.learned_tables, 3) == [6] * 3
+
+
 def test_the_first_use_may_be_in_inference_mode(ranks: Ranks) -> None:
     counts = ranks.run(cases.inference_first, 3)
     assert min(counts) > 50

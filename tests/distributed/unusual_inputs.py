@@ -100,6 +100,54 @@ def bias_as_long_as_a_table(group: Any) -> list[str]:
     return errors
 
 
+class _OfItsOwn(ga.nn.DotProductAttention):
+    """A layer with a table of biases of its own: a module's, or a parameter."""
+
+    def __init__(self, module: bool) -> None:
+        super().__init__(DIM, HEADS)
+        self.table = (
+            ga.nn.OffsetBias(HEADS, 9) if module else torch.nn.Parameter(torch.empty(12, 2))
+        )
+
+    def forward(self, x: Tensor, graph: Any, *given: Any, **named: Any) -> Any:
+        table = self.table(graph) if callable(self.table) else self.table
+        return super().forward(x, graph, *given, edge_bias=table, **named)
+
+
+class _Outside(torch.nn.Module):
+    """A layer, and a module of biases beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.bias = ga.nn.DotProductAttention(DIM, HEADS), ga.nn.OffsetBias(HEADS, 9)
+
+    def forward(self, x: Tensor, graph: Any) -> Any:
+        return self.layer(x, graph, edge_bias=self.bias(graph))
+
+
+def learned_tables(group: Any) -> int:
+    """Compare gradients of tables that a module makes, in a layer and beside it, by both ways."""
+    graph, count = ga.causal_graph(12), 0
+    torch.manual_seed(9)
+    x, weight = torch.randn(2, 12, DIM, dtype=WIDE)
+    for model in (_OfItsOwn(True), _OfItsOwn(False), _Outside()):
+        model.to(WIDE)
+        for p in model.parameters():
+            torch.nn.init.normal_(p)
+        parameters = [*model.parameters()]
+        expected = torch.autograd.grad((model(x, graph) * weight).sum(), parameters)
+        ways: Any = "rows", "ring"
+        for exchange in ways:
+            shard = ga.distributed.shard(graph, group, exchange=exchange)
+            y = model(shard.split(x), shard)
+            parts = torch.autograd.grad((y * shard.split(weight)).sum(), parameters)
+            for part, whole in zip(parts, expected, strict=True):
+                torch.distributed.all_reduce(part, group=group)
+                assert torch.allclose(part, whole, rtol=1e-11, atol=1e-11)
+            count += 1
+    return count
+
+
 def inference_first(group: Any) -> int:
     """A shard whose first use is in inference mode can be used in training."""
     count = 0

@@ -36,8 +36,14 @@ def on_ring(operation: RingOperation, shard: Any, targets: Given, sources: Given
         return as_operator(operation, shard, (targets, sources, parameters, tensors))
     rounds = shard.rounds_of_both_ends if operation.both else shard.rounds
     counts = len(targets), len(sources)
-    needed = [x for x in (*parameters, *tensors) if x is not None and x.requires_grad]
-    results: Tensors = _OnRing.apply(operation, rounds, counts, *targets, *sources, *needed)
+    # Parts are differentiated with respect to leaves: what a tensor was made of is, only once.
+    leaves = [None if x is None else x.detach().requires_grad_(x.requires_grad) for x in tensors]
+    operation = type(operation)(layer, *leaves)
+    needed, own = (
+        [x for x in (*parameters, *others) if x is not None and x.requires_grad]
+        for others in (tensors, leaves)
+    )
+    results: Tensors = _OnRing.apply(operation, rounds, counts, own, *targets, *sources, *needed)
     return results
 
 
@@ -82,12 +88,12 @@ class _OnRing(torch.autograd.Function):
         operation: RingOperation,
         rounds: Sequence[RingRound],
         counts: tuple[int, int],
+        own: Given,
         *tensors: Any,
     ) -> Tensors:
         t, s = counts
         whole = forward(operation, rounds, tensors[:t], tensors[t : t + s])
-        ctx.operation, ctx.rounds, ctx.counts = operation, rounds, counts
-        ctx.parameters = tensors[t + s :]
+        ctx.operation, ctx.rounds, ctx.counts, ctx.parameters = operation, rounds, counts, own
         ctx.save_for_backward(*tensors[: t + s], *whole)
         return whole
 
@@ -95,7 +101,7 @@ class _OnRing(torch.autograd.Function):
     def backward(ctx: Any, *d_whole: Tensor) -> tuple[Any, ...]:
         (t, s), saved = ctx.counts, ctx.saved_tensors
         given, whole = (*saved[: t + s], *ctx.parameters), saved[t + s :]
-        needed = ctx.needs_input_grad[3:]
+        needed = ctx.needs_input_grad[4:]
         gradients: Sequence[Any] = backward(
             ctx.operation, ctx.rounds, ctx.counts, given, needed, whole, d_whole
         )
@@ -104,7 +110,7 @@ class _OnRing(torch.autograd.Function):
             there = [x for x in gradients if x is not None]
             inputs = [x for x in (*d_whole, *whole, *given) if x is not None]
             gradients = in_places_of(gradients, _Once.apply(len(there), *there, *inputs))
-        return None, None, None, *gradients
+        return None, None, None, None, *gradients
 
 
 def forward(
