@@ -10,8 +10,10 @@ import pytest
 import tiny_runs
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 import graphattn as ga
+from graphattn.train.runs.sharded_weights import ShardedWeights
 
 OPTIONS: dict[str, Any] = {"divided": "masked", "processes": 2, "context_parallel": 2}
 
@@ -175,6 +177,13 @@ def test_what_divided_weights_cannot_do_is_refused(tmp_path, monkeypatch, change
     (name,) = changes
     with pytest.raises(ValueError, match=f"{name} must be .* with fsdp=True"):
         tiny_runs.train(tmp_path / "run", fsdp=True, **changes)
+
+
+def test_a_block_that_is_there_twice_is_not_divided():
+    model = nn.Module()
+    model.blocks = nn.ModuleList([nn.Linear(2, 2)] * 2)
+    with pytest.raises(ValueError, match=r"fsdp must be False .* same block several times"):
+        ShardedWeights.shard(ShardedWeights.__new__(ShardedWeights), model)
 
 
 def test_the_launcher_of_accelerate_does_not_divide_weights(tmp_path, monkeypatch):
