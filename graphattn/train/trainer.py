@@ -307,7 +307,8 @@ class GraphTrainer(Trainer):
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         norm = super()._get_grad_norm(model, grad_norm)
-        return norm if self.parts is None else norm.full_tensor()  # of the gradients of all parts
+        # Of the gradients of all parts; a DTensor, which may hold only the share of this process.
+        return norm if self.parts is None else norm.full_tensor()
 
     # Evaluation and the log.
 

@@ -16,6 +16,13 @@ SWEEP = "tests/train/test_train_sweep.py"
 
 MUTATIONS = [
     Mutation(
+        "layers are recorded from a part of the weights",
+        "graphattn/train/engine.py",
+        "if config.fsdp and config.record_every:",
+        "if config.fsdp and config.record_every < 0:",
+        ("tests/train/test_train_divided.py::test_what_divided_weights_cannot_do_is_refused",),
+    ),
+    Mutation(
         "tracks that no example has stay untrained",
         "graphattn/train/engine.py",
         "if missing := [name for name in tracks if name not in given]:",

@@ -10,8 +10,10 @@ import pytest
 import tiny_runs
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 import graphattn as ga
+from graphattn.train.runs.sharded_weights import ShardedWeights
 
 OPTIONS: dict[str, Any] = {"divided": "masked", "processes": 2, "context_parallel": 2}
 
@@ -31,10 +33,11 @@ def check_is_bit_for_bit(folder: Path, straight: Path) -> None:
 def check_is_the_same_to_rounding(folder: Path, straight: Path) -> None:
     runs = [ga.train.read_run(path) for path in (folder, straight)]
     assert [run.status for run in runs] == ["finished", "finished"]
-    losses = [[(row["step"], row["split"], row["loss"]) for row in run.rows] for run in runs]
-    for here, there in zip(*losses, strict=True):
-        assert here[:2] == there[:2]
-        assert here[2] == pytest.approx(there[2], rel=1e-11)
+    for here, there in zip(*(run.rows for run in runs), strict=True):
+        assert (here["step"], here["split"]) == (there["step"], there["split"])
+        assert here["loss"] == pytest.approx(there["loss"], rel=1e-11)
+        norms = [row.get("grad_norm", 0.0) for row in (here, there)]  # not of evaluations
+        assert norms[0] == pytest.approx(norms[1], rel=1e-9)
     expected = weights_of(straight)
     for name, x in weights_of(folder).items():
         torch.testing.assert_close(x, expected[name], rtol=1e-8, atol=1e-9)
@@ -121,9 +124,12 @@ def numbers_of(folder: Path, processes: int) -> list[int]:
 
 def test_divided_weights_give_the_run_of_one_process_which_can_go_on_with_it(server, tmp_path):
     alone, run = tmp_path / "alone", tmp_path / "run"
-    given = {"divided": "causal", "ema_decay": 0.9, "fsdp": True}
+    given = {"divided": "causal", "ema_decay": 0.5, "fsdp": True, "lr": 0.1, "steps": 8}
+    given |= {"warmup_steps": 1, "save_every": 4, "evaluate_every": 1, "log_every": 1}
     assert server.train(alone, **given) == [0]
-    assert server.train(run, processes=2, context_parallel=2, interrupt=7, **given) == [0, 0]
+    losses = [row["loss"] for row in ga.train.read_run(alone).evaluations]
+    assert losses[1] < losses[2]  # so there is an evaluation that no checkpoint follows
+    assert server.train(run, processes=2, context_parallel=2, interrupt=5, **given) == [0, 0]
     whole, parts = numbers_of(alone, 1)[0], numbers_of(run, 2)
     assert sum(parts) == whole
     assert max(parts) < 0.52 * whole
@@ -171,6 +177,13 @@ def test_what_divided_weights_cannot_do_is_refused(tmp_path, monkeypatch, change
     (name,) = changes
     with pytest.raises(ValueError, match=f"{name} must be .* with fsdp=True"):
         tiny_runs.train(tmp_path / "run", fsdp=True, **changes)
+
+
+def test_a_block_that_is_there_twice_is_not_divided():
+    model = nn.Module()
+    model.blocks = nn.ModuleList([nn.Linear(2, 2)] * 2)
+    with pytest.raises(ValueError, match=r"fsdp must be False .* same block several times"):
+        ShardedWeights.shard(ShardedWeights.__new__(ShardedWeights), model)
 
 
 def test_the_launcher_of_accelerate_does_not_divide_weights(tmp_path, monkeypatch):

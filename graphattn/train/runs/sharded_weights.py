@@ -28,14 +28,20 @@ class ShardedWeights:
         from torch.distributed import get_rank, get_world_size, init_device_mesh
 
         self.mesh = init_device_mesh(device.type, (get_world_size(),))
-        self.whole = copy.deepcopy(model) if get_rank() == 0 else None
+        self.whole = copy.deepcopy(model).cpu() if get_rank() == 0 else None
 
     def shard(self, model: nn.Module) -> None:
         """Divide a model, in place; every process begins with the weights of the first one."""
         from torch.distributed.fsdp import fully_shard
 
-        stacks = [getattr(module, "blocks", None) for module in model.modules()]
+        inner_first = reversed([*model.modules()])  # as fully_shard wants it
+        stacks = [getattr(module, "blocks", None) for module in inner_first]
         blocks = [block for stack in stacks if isinstance(stack, nn.ModuleList) for block in stack]
+        if len(set(blocks)) < len(blocks):
+            raise ValueError(
+                "fsdp must be False for a model with the same block several times, got a "
+                f"{type(model).__name__}: its state dict cannot be divided"
+            )
         for part in (*blocks, model):
             # Also the outermost part: between its calls, only parts are to be read and averaged.
             fully_shard(part, mesh=self.mesh, reshard_after_forward=True)
@@ -88,7 +94,7 @@ class ShardedWeights:
         """Read this process's part of the state of an optimizer from a file with all of it."""
         from torch.distributed.tensor import distribute_tensor
 
-        # Only what is used is read.
+        # One tensor after the other, not the whole file.
         given = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for number, entries in given["state"].items():
