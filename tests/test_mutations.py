@@ -966,6 +966,13 @@ MUTATIONS = [
         (f"{CHECKPOINTING}::test_a_layer_gives_the_same_bits_however_activations_are_kept",),
     ),
     Mutation(
+        "compiled consensus leaves out the last source of complete graphs",
+        "graphattn/ops/consensus/native/sums.py",
+        "1 - structure.num_targets, structure.num_sources,",
+        "1 - structure.num_targets, structure.num_sources - 1,",
+        (f"{NATIVE_CONSENSUS}::test_edges_of_a_large_complete_graph_are_never_listed",),
+    ),
+    Mutation(
         "compiled consensus reads padding of its sources",
         "graphattn/ops/consensus/native/sums.py",
         "*map(address, network), *map(address, masks)",

@@ -263,10 +263,11 @@ def compiled_once_for_all_layers(group: Any) -> int:
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     shard = ga.distributed.shard(ga.complete_graph(24), group, exchange="ring")
-    first = ga.nn.GaussianKernelAttention(DIM, HEADS)
+    first = ga.nn.DotProductAttention(DIM, HEADS)
     layers = [first, copy.deepcopy(first), pickle.loads(pickle.dumps(first))]
     x = torch.randn(shard.num_targets, DIM)
-    for layer in layers:
+    for number, layer in enumerate(layers):
+        layer.softcap = 1.0 + number
         with torch.no_grad():
             for p in layer.parameters():
                 p.add_(torch.rand_like(p))

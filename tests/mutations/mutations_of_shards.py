@@ -134,6 +134,20 @@ MUTATIONS = [
         (f"{OTHERS}::test_no_gradient_is_lost_on_a_ring",),
     ),
     Mutation(
+        "a compiled ring computes with the parameters that the layer has by itself",
+        f"{HERE}/ring/compiled.py",
+        "dict(zip(names, parameters, strict=True))",
+        "{}",
+        (f"{OTHERS}::test_a_ring_is_compiled_once_for_all_layers_of_a_kind",),
+    ),
+    Mutation(
+        "a copy of a layer has the number of the first one",
+        "graphattn/nn/base/graph_layer.py",
+        "        self._number = numbered(self)  # a copy",
+        "        pass  # a copy",
+        (f"{OTHERS}::test_a_ring_is_compiled_once_for_all_layers_of_a_kind",),
+    ),
+    Mutation(
         "a state has keys that are not rotated",
         f"{HERE}/ring/states.py",
         "    products = turned_key.movedim(-3, -1) @ value.transpose(-3, -2)",
@@ -213,8 +227,8 @@ MUTATIONS = [
     Mutation(
         "gradients on a ring are waited for at once",
         f"{HERE}/ring/passes.py",
-        "                returning = exchange, exchange.send_back(leaving)",
-        "                exchange.add_returned(exchange.send_back(leaving), of_sources)",
+        "            returning = exchange, exchange.send_back(leaving)",
+        "            exchange.add_returned(exchange.send_back(leaving), of_sources)",
         (f"{OVERLAP}::test_results_and_bytes_are_those_without_an_overlap",),
     ),
     Mutation(

@@ -25,7 +25,7 @@ OPTIONS = "bool[] present, int[] counts, str kind, bool both, ScalarType? autoca
 RESULTS = "SymInt[] shape, SymInt[] widths, ScalarType[] dtypes, str[] texts, SymInt[] sizes"
 
 
-class Options(NamedTuple):
+class RingOptions(NamedTuple):
     """What the operators get beside tensors; the names are those of their schema.
 
     Attributes:
@@ -123,7 +123,7 @@ def register(forward: Callable[..., Tensors], backward: Callable[..., Given]) ->
         schema=f"(Tensor[] given, {OPTIONS}, {RESULTS}) -> Tensor[]",
     )
     def operator(given: list[Tensor], *arguments: Any) -> list[Tensor]:
-        options, (*_, texts, sizes) = Options(*arguments[:5]), arguments
+        options, (*_, texts, sizes) = RingOptions(*arguments[:5]), arguments
         if len(texts) > 1:
             group = object_of(given[-1]).group
             agree(group, OpenFacts(texts[1:], sizes[1:]).filled())
@@ -143,7 +143,7 @@ def register(forward: Callable[..., Tensors], backward: Callable[..., Given]) ->
 
     def backward_operator(given: list[Tensor], *arguments: Any) -> list[Tensor]:
         """The gradients of all that is given; an empty tensor for one that is not needed."""
-        options, (whole, d_whole, needed) = Options(*arguments[:5]), arguments[5:]
+        options, (whole, d_whole, needed) = RingOptions(*arguments[:5]), arguments[5:]
         counts = options.counts[:2]
 
         def step(operation: RingOperation, rounds: Any, given: Given) -> Given:

@@ -120,33 +120,26 @@ class ConsensusEdges(NamedTuple):
         return 0 if self.moves is None else targets * len(self.moves)
 
 
-def edges_of(graph: TokenGraph) -> ConsensusEdges:
-    """The edges of a graph; those of bands, and of batches of equal bands, are never listed."""
+def edges_of(graph: TokenGraph, batch: int, sizes: Sequence[int]) -> ConsensusEdges:
+    """The edges of a graph; those of bands, and of batches of equal bands, are never listed.
+
+    Nor are those of a complete graph, unless they are so few that their matrices are stored.
+    `sizes` are the last arguments of :func:`numbers_to_store`.
+    """
     structure = graph.structure
     if structure is not None:
-        edges = graph.derived(_of_bands, lambda: _of_bands(structure))
-        if edges is not None:
+        whole = structure.whole if isinstance(structure, Section) else structure
+        if isinstance(whole, Complete):
+            if numbers_to_store(batch * structure.num_edges(), *sizes) is None:
+                return graph.derived(_of_complete, lambda: _of_complete(structure))
+        elif edges := graph.derived(_of_bands, lambda: _of_bands(structure)):
             return edges
     return cached_by_edges(graph, _listed)
 
 
-def of_complete(graph: TokenGraph, batch: int, sizes: Sequence[int]) -> ConsensusEdges | None:
-    """The edges of a complete graph without a list, if their matrices are too many to be stored.
-
-    `sizes` are the last arguments of :func:`numbers_to_store`. Lists of fewer edges are small.
-    """
-    structure = graph.structure
-    whole = structure.whole if isinstance(structure, Section) else structure
-    if not isinstance(whole, Complete):
-        return None
-    if numbers_to_store(batch * graph.num_edges, *sizes) is not None:
-        return None
-    return graph.derived(
-        of_complete,
-        lambda: ConsensusEdges(
-            moves=torch.arange(1 - graph.num_targets, graph.num_sources, device="cpu")
-        ),
-    )
+def _of_complete(structure: GraphStructure) -> ConsensusEdges:
+    moves = torch.arange(1 - structure.num_targets, structure.num_sources, device="cpu")
+    return ConsensusEdges(moves=moves)
 
 
 def _of_bands(structure: GraphStructure) -> ConsensusEdges | None:
@@ -194,7 +187,7 @@ class SumsCall:
         heads, rank, width, xi = network[4].shape
         hidden, groups = target_hidden.shape[3], target_hidden.shape[2]
         self.sizes = heads, rank, width, groups, hidden
-        edges = of_complete(graph, B, self.sizes) or edges_of(graph)
+        edges = edges_of(graph, B, self.sizes)
         masks = tuple(_mask(mask, B) for mask in valid)
         self.most_edges = B * edges.most(N)
         self.alive = target_hidden, source_hidden, u, v, network, edge, edge_weight, edges, masks
