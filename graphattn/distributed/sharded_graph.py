@@ -30,10 +30,12 @@ from graphattn.distributed.local_graph import (
     InsideFirst,
     LocalGraph,
     LocalPart,
+    OwnFirst,
     among_context,
     as_local,
     edge_exchange_of,
     exchange_of,
+    own_first_of,
     rows_of_targets,
     sequences_of,
     unlike_edges,
@@ -249,6 +251,18 @@ class ShardedGraph:
     def most_received(self) -> int:
         """How many rows the rank receives that receives most."""
         return int(self.plan.received_rows.max())
+
+    @cached_property
+    @made_for_training
+    def own_first(self) -> OwnFirst:
+        """The edges of :attr:`by_targets`: those from this rank's own tokens, and the others."""
+        return own_first_of(self.by_targets, self.num_sources, both=False)
+
+    @cached_property
+    @made_for_training
+    def own_first_of_both_ends(self) -> OwnFirst:
+        """The edges of :attr:`by_both_ends`: those among this rank's own tokens, and the others."""
+        return own_first_of(self.by_both_ends, self.num_targets, both=True)
 
     @cached_property
     @made_for_training
