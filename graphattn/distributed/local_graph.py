@@ -16,6 +16,9 @@ from graphattn.graphs.edges.storage import StoredGraph
 from graphattn.graphs.targets import block_of
 from graphattn.graphs.token_graph import TokenGraph
 
+# Edges whose attention takes as long as merging one row: 25 on a CPU. Here it may be half of `own`.
+MERGING = 50
+
 
 class LocalGraph(TokenGraph):
     """A graph of one rank. Results over whole sequences take the other ranks into account.
@@ -106,12 +109,15 @@ class OwnFirst(NamedTuple):
             ends of an edge move, its tokens are the rows that arrive, and then the `rows`.
         exchange: makes the sources of `rest`.
         rows: LongTensor, targets of the rank.
+        may_merge: whether results that are merged at the `rows`, such as those of softmax
+            attention, are soon merged, compared with what is computed before.
     """
 
     own: TokenGraph
     rest: TokenGraph
     exchange: RowExchange
     rows: Tensor
+    may_merge: bool
 
 
 def own_first_of(part: LocalPart, num_own: int, *, both: bool) -> OwnFirst:
@@ -171,7 +177,7 @@ def own_first_of(part: LocalPart, num_own: int, *, both: bool) -> OwnFirst:
     )
     kept_rows = rows if both else slice(0, 0)
     exchange = replace(exchange, kept=kept_rows, place=None, before=arrived)
-    return OwnFirst(own, rest, exchange, rows)
+    return OwnFirst(own, rest, exchange, rows, MERGING * len(rows) <= own.num_edges)
 
 
 def _edges_of_block(graph: TokenGraph, targets: Run, sources: Run) -> Tensor:

@@ -205,8 +205,10 @@ class ShardedGraph:
         others = [without(layout.runs(rank), tokens) for rank in range(self.ranks)]
         everywhere = [[(token, token + 1) for token in tokens]] * self.ranks
         results, place = results_exchange(tokens, layout, self.rank, self.group, device)
+        part = self._part(others)
         return GlobalTargets(
-            others=self._part(others),
+            others=part,
+            own_first=own_first_of(part, self.num_sources, both=False),
             rows=rows.to(device),
             queries=exchange_of(
                 everywhere, layout, self.rank, torch.tensor(tokens), group=self.group, device=device

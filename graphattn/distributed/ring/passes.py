@@ -16,10 +16,17 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from graphattn.distributed.exchange import RowExchange, in_places_of, rows_of_rounds
+from graphattn.distributed.exchange import (
+    RowExchange,
+    head_token_dim,
+    in_places_of,
+    rows_of_rounds,
+)
+from graphattn.distributed.local_graph import OwnFirst
 from graphattn.distributed.ring.operations import Given, RingOperation, Tensors
 from graphattn.distributed.ring.rounds import RingBlock, RingRound
 from graphattn.distributed.seen import Run
+from graphattn.graphs.token_graph import TokenGraph
 from graphattn.late_imports import not_compiled
 from graphattn.ops.attention.candidates import Candidates, candidates_by_score, merge_top_k
 from graphattn.ops.attention.logits.score import Score
@@ -93,6 +100,33 @@ def over_own_sources(
     by_run: dict[int, Tensors] = {}
     _add_blocks(by_run, operation, rounds[0].blocks, targets, sources)
     return in_order([by_run[run] for run in sorted(by_run)])
+
+
+def own_first(
+    operation: RingOperation, split: OwnFirst, targets: Given, sources: Given
+) -> Tensors:
+    """Compute an operation over the sources of this rank while those of other ranks travel.
+
+    The arguments are those of :func:`on_ring`; autograd differentiates the result. What occurs
+    twice among `sources` travels once.
+    """
+    own, rest, exchange, rows, _ = split
+    sent = [*{id(x): x for x in sources if x is not None}.values()]
+    dims = [head_token_dim(x) for x in sent]
+    started = exchange.start(sent, dims)
+    whole = operation.part(targets, sources, _block(0, own))
+    arrived = dict(zip(map(id, sent), exchange.context(started, sent, dims), strict=True))
+    seen = [None if x is None else arrived[id(x)] for x in sources]
+    part = operation.part(_rows(targets, rows), seen, _block(1, rest))
+    merged = operation.merge(tuple(_rows(whole, rows)), part)
+    return tuple(x.index_copy(-3, rows, y) for x, y in zip(whole, merged, strict=True))
+
+
+def _block(number: int, graph: TokenGraph) -> RingBlock:
+    """Return all edges of a graph as a block."""
+    targets, sources = (0, graph.num_targets), (0, graph.num_sources)
+    tokens = torch.arange(graph.num_sources, device=graph.device)
+    return RingBlock(number, 0, targets, sources, tokens, graph)
 
 
 def _add_blocks(

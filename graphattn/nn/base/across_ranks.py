@@ -15,7 +15,7 @@ from torch import Tensor
 from graphattn.distributed.exchange import head_token_dim
 from graphattn.distributed.planning.plans import WORTH_HIDING
 from graphattn.distributed.ring.operations import LinearParts, SoftmaxParts, TopKParts
-from graphattn.distributed.ring.passes import best_on_ring, on_ring
+from graphattn.distributed.ring.passes import best_on_ring, on_ring, own_first
 from graphattn.distributed.ring.states import linear_with_states
 from graphattn.distributed.sharded_graph import ShardedGraph
 from graphattn.nn.base.overrides import names_of, overridden, overridden_edges
@@ -55,17 +55,21 @@ def averages_in_parts(
         averages: Tensor = on_ring(layer, *projected, shard, valid, **of_edges)
     elif may_broadcast(layer, shard, weights, *of_edges.values()):
         averages = with_globals(layer, *projected, shard, valid)
-    elif may_go_inside_first(layer, projected, shard, weights, of_edges):
+    elif not is_worth_hiding(layer, projected, shard, weights, of_edges):
+        return None
+    elif shard.has_inside:
         averages = inside_first(layer, projected, shard, valid)
+    elif may_merge(layer) and shard.own_first.may_merge:
+        averages = on_ring(layer, *projected, shard, valid)
     else:
         return None
     return averages
 
 
-def may_go_inside_first(
+def is_worth_hiding(
     layer: Any, projected: Any, shard: ShardedGraph, weights: object, of_edges: Any
 ) -> bool:
-    """Whether targets that see no other rank are computed while rows travel; equal on all ranks.
+    """Whether something is computed while rows travel; equal on all ranks.
 
     Values and weights of edges are in the order of all edges of a rank. torch.compile computes
     nothing while it waits for rows.
@@ -76,7 +80,13 @@ def may_go_inside_first(
         return False
     sources = {id(x): x for x in layer.sides(projected)[1]}.values()
     row = sum(math.prod((*x.shape[:-3], *x.shape[-2:])) * x.itemsize for x in sources)
-    return row * shard.most_received >= WORTH_HIDING and shard.has_inside
+    return row * shard.most_received >= WORTH_HIDING
+
+
+def may_merge(layer: Any) -> bool:
+    """Whether results of a layer over several parts of the sources of a target can be merged."""
+    top_k = getattr(layer, "top_k", None)
+    return top_k is None and not own_methods(layer) and layer.backend != "reference"
 
 
 def inside_first(layer: Any, projected: Any, shard: ShardedGraph, valid: ValidPair) -> Tensor:
@@ -115,7 +125,7 @@ def attention_on_ring(
 ) -> Tensor:
     """Average the values of every target's sources, on whatever rank they are, [*, N, H, D].
 
-    `edge_bias` must be a table per offset, [offsets, H].
+    If all rows travel at once, the sources of this rank come first. `edge_bias` must be a table per offset, [offsets, H].
     """
     check_layer(layer)
     check_bias(edge_bias, shard)
@@ -132,8 +142,17 @@ def attention_on_ring(
     else:
         operation = softmax_of(layer, edge_bias)
         parameters += [] if edge_bias is None else [edge_bias]
-    out, lse = on_ring(operation, shard.rounds, targets, sources, parameters)
+    out, lse = in_parts(operation, shard, targets, sources, parameters)
     return clear_invalid(_normalised(layer, out, lse), valid[0]).to(query.dtype)
+
+
+def in_parts(
+    operation: Any, shard: ShardedGraph, targets: Any, sources: Any, parameters: Any
+) -> tuple[Tensor, ...]:
+    """Merge the results over the sources of several ranks: on a ring, or this rank's own first."""
+    if shard.exchange == "rows":
+        return own_first(operation, shard.own_first, targets, sources)
+    return on_ring(operation, shard.rounds, targets, sources, parameters)
 
 
 def softmax_of(layer: Any, edge_bias: Tensor | None = None) -> SoftmaxParts:
@@ -159,11 +178,9 @@ def may_broadcast(layer: Any, shard: ShardedGraph, *others: object) -> bool:
     Otherwise their owner fetches all rows: if results cannot be merged (top-k, own messages), or
     if `others`, a bias or a wish for weights, need all edges of a target on one rank.
     """
-    top_k = getattr(layer, "top_k", None)
-    plain = top_k is None and not own_methods(layer) and layer.backend != "reference"
     return (
         bool(shard.broadcast)
-        and plain
+        and may_merge(layer)
         and not any(x is not None and x is not False for x in others)
     )
 
@@ -176,10 +193,15 @@ def attention_with_globals(
     out, lse = split.computed(softmax_of(layer), (query, valid[0]), (key, value, valid[1]))
     of_globals = _normalised(layer, out, lse).to(query.dtype)
     mask = None if valid[0] is None else valid[0].index_select(-1, split.rows)
-    graph, (key, value), pair = shard.fetch_for(
-        split.others, (key, value), (-3, -3), (mask, valid[1])
-    )
-    others = layer.mix(query.index_select(-3, split.rows), key, value, graph, pair)
+    rows = query.index_select(-3, split.rows)
+    if split.own_first.may_merge and is_worth_hiding(layer, (query, key, value), shard, False, {}):
+        parts = own_first(softmax_of(layer), split.own_first, (rows, mask), (key, value, valid[1]))
+        others = _normalised(layer, *parts).to(query.dtype)
+    else:
+        graph, (key, value), pair = shard.fetch_for(
+            split.others, (key, value), (-3, -3), (mask, valid[1])
+        )
+        others = layer.mix(rows, key, value, graph, pair)
     whole = torch.cat([others, of_globals], dim=-3).index_select(-3, split.place)
     return clear_invalid(whole, valid[0])
 
@@ -202,17 +224,20 @@ def linear_with_globals(layer: Any, features: Any, shard: ShardedGraph, valid: V
         LinearParts(), (query, turned[0], valid[0]), (key, value, turned[1], valid[1])
     )
     mask = None if valid[0] is None else valid[0].index_select(-1, split.rows)
-    fetched = (key, value, turned_key)
-    graph, (key, value, turned_key), pair = shard.fetch_for(
-        split.others, fetched, (-3, -3, -3), (mask, valid[1])
-    )
     rows = query.index_select(-3, split.rows)
-    rotated = None
-    if turned[0] is not None:
-        rotated = turned_query.index_select(-3, split.rows), turned_key
-    others = linear_attention_sums(
-        rows, key, value, graph, rotated=rotated, valid=pair, backend=layer.backend
-    )
+    turned_rows = None if turned[0] is None else turned_query.index_select(-3, split.rows)
+    if split.own_first.may_merge and is_worth_hiding(layer, (features,), shard, False, {}):
+        sources = key, value, turned[1], valid[1]
+        others = own_first(LinearParts(), split.own_first, (rows, turned_rows, mask), sources)
+    else:
+        fetched = (key, value, turned_key)
+        graph, (key, value, turned_key), pair = shard.fetch_for(
+            split.others, fetched, (-3, -3, -3), (mask, valid[1])
+        )
+        rotated = None if turned_rows is None else (turned_rows, turned_key)
+        others = linear_attention_sums(
+            rows, key, value, graph, rotated=rotated, valid=pair, backend=layer.backend
+        )
     whole = (
         torch.cat([x, y], dim=-3).index_select(-3, split.place)
         for x, y in zip(others, (above, below), strict=True)
@@ -232,7 +257,7 @@ def linear_on_ring(layer: Any, features: Any, shard: ShardedGraph, valid: ValidP
     if shard.sends_states(query.shape[-1], rope=turned[0] is not None):
         above, below = linear_with_states(shard.states, shard.rounds, targets, sources)
     else:
-        above, below = on_ring(LinearParts(), shard.rounds, targets, sources, ())
+        above, below = in_parts(LinearParts(), shard, targets, sources, ())
     return _linear_average(layer, query, above, below)
 
 

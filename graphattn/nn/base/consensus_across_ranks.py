@@ -107,7 +107,7 @@ def consensus_own_first(
         sent: what travels, by name, each with the dimension that counts the tokens.
     """
     alone, both = context is x, layer.update_rule == "energy"
-    own, rest, exchange, rows = shard.own_first_of_both_ends if both else shard.own_first
+    own, rest, exchange, rows, _ = shard.own_first_of_both_ends if both else shard.own_first
     if both:
         check_energy_graph(shard.by_both_ends.graph)
     tensors, dims = [x for x, _ in sent.values()], [dim for _, dim in sent.values()]
