@@ -16,9 +16,6 @@ from graphattn.graphs.edges.storage import StoredGraph
 from graphattn.graphs.targets import block_of
 from graphattn.graphs.token_graph import TokenGraph
 
-# Edges whose attention takes as long as merging one row: 25 on a CPU. Here it may be half of `own`.
-MERGING = 50
-
 
 class LocalGraph(TokenGraph):
     """A graph of one rank. Results over whole sequences take the other ranks into account.
@@ -109,15 +106,12 @@ class OwnFirst(NamedTuple):
             ends of an edge move, its tokens are the rows that arrive, and then the `rows`.
         exchange: makes the sources of `rest`.
         rows: LongTensor, targets of the rank.
-        may_merge: whether results that are merged at the `rows`, such as those of softmax
-            attention, are soon merged, compared with what is computed before.
     """
 
     own: TokenGraph
     rest: TokenGraph
     exchange: RowExchange
     rows: Tensor
-    may_merge: bool
 
 
 def own_first_of(part: LocalPart, num_own: int, *, both: bool) -> OwnFirst:
@@ -137,7 +131,7 @@ def own_first_of(part: LocalPart, num_own: int, *, both: bool) -> OwnFirst:
     is_own = number >= arrived
     first = int(is_own.long().argmax()) if len(kept) else 0
     sources = first, first + num_own
-    own = None
+    own: TokenGraph | None = None
     # Whether the rank's own tokens are one run of sources; two runs may see some of them twice.
     if torch.equal(number[is_own], number[slice(*sources)]) and len(kept) == num_own:
         targets = sources if both else (0, graph.num_targets)
@@ -177,7 +171,7 @@ def own_first_of(part: LocalPart, num_own: int, *, both: bool) -> OwnFirst:
     )
     kept_rows = rows if both else slice(0, 0)
     exchange = replace(exchange, kept=kept_rows, place=None, before=arrived)
-    return OwnFirst(own, rest, exchange, rows, MERGING * len(rows) <= own.num_edges)
+    return OwnFirst(own, rest, exchange, rows)
 
 
 def _edges_of_block(graph: TokenGraph, targets: Run, sources: Run) -> Tensor:

@@ -10,7 +10,7 @@ The table :data:`GRADIENTS` says how the gradients of a part are computed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from graphattn.distributed.exchange import (
     RowExchange,
+    Travelling,
     head_token_dim,
     in_places_of,
     rows_of_rounds,
@@ -103,23 +104,37 @@ def over_own_sources(
 
 
 def own_first(
-    operation: RingOperation, split: OwnFirst, targets: Given, sources: Given
+    operation: RingOperation,
+    split: OwnFirst,
+    targets: Given,
+    sources: Given,
+    finish: Callable[[Tensors, Tensor | None], Tensors] | None = None,
+    dim: int = -3,
+    started: Sequence[Travelling] = (),
 ) -> Tensors:
     """Compute an operation over the sources of this rank while those of other ranks travel.
 
-    The arguments are those of :func:`on_ring`; autograd differentiates the result. What occurs
-    twice among `sources` travels once.
+    autograd differentiates the result. What occurs twice among `sources` travels once.
+
+    Args:
+        operation, targets, sources: as in :func:`on_ring`.
+        split: the edges of the rank in two parts.
+        finish: what makes the result from the operation's own, of all targets (None) or of some.
+        dim: the dimension of that which counts the targets.
+        started: what travels, if it has been sent.
     """
-    own, rest, exchange, rows, _ = split
+    own, rest, exchange, rows = split
     sent = [*{id(x): x for x in sources if x is not None}.values()]
     dims = [head_token_dim(x) for x in sent]
-    started = exchange.start(sent, dims)
-    whole = operation.part(targets, sources, _block(0, own))
+    started = started or exchange.start(sent, dims)
+    part = operation.part(targets, sources, _block(0, own))
+    whole = part if finish is None else finish(part, None)
     arrived = dict(zip(map(id, sent), exchange.context(started, sent, dims), strict=True))
     seen = [None if x is None else arrived[id(x)] for x in sources]
-    part = operation.part(_rows(targets, rows), seen, _block(1, rest))
-    merged = operation.merge(tuple(_rows(whole, rows)), part)
-    return tuple(x.index_copy(-3, rows, y) for x, y in zip(whole, merged, strict=True))
+    other = operation.part(_rows(targets, rows), seen, _block(1, rest))
+    merged = operation.merge(tuple(_rows(part, rows)), other)
+    merged = merged if finish is None else finish(merged, rows)
+    return tuple(x.index_copy(dim, rows, y) for x, y in zip(whole, merged, strict=True))
 
 
 def _block(number: int, graph: TokenGraph) -> RingBlock:

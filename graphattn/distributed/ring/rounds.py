@@ -179,7 +179,7 @@ class GlobalTargets(NamedTuple):
 
     Attributes:
         others: the graph and the exchange of this rank's other targets.
-        own_first: its edges in two parts.
+        own_first: its edges in two parts; None if merging their results takes long.
         rows: LongTensor, these targets among this rank's own.
         queries: gives every rank the tensors of all global tokens.
         block: the edges from the sources of this rank to all global tokens.
@@ -189,7 +189,7 @@ class GlobalTargets(NamedTuple):
     """
 
     others: LocalPart
-    own_first: OwnFirst
+    own_first: OwnFirst | None
     rows: Tensor
     queries: RowExchange
     block: RingBlock

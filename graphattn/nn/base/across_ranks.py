@@ -7,14 +7,20 @@ because their files import this one.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from graphattn.distributed.exchange import head_token_dim
+from graphattn.distributed.exchange import Travelling, head_token_dim
 from graphattn.distributed.planning.plans import WORTH_HIDING
-from graphattn.distributed.ring.operations import LinearParts, SoftmaxParts, TopKParts
+from graphattn.distributed.ring.operations import (
+    LinearParts,
+    SoftmaxParts,
+    Tensors,
+    TopKParts,
+)
 from graphattn.distributed.ring.passes import best_on_ring, on_ring, own_first
 from graphattn.distributed.ring.states import linear_with_states
 from graphattn.distributed.sharded_graph import ShardedGraph
@@ -24,6 +30,7 @@ from graphattn.ops.inputs import ValidPair, clear_invalid
 from graphattn.ops.linear_attention.api import average, linear_attention_sums
 from graphattn.ops.segments import even_sigmoid
 
+FEW = 8  # what is projected twice, or merged, is at most 1 / FEW of all
 INSTEAD = "make the shard with exchange='rows'"
 
 
@@ -49,38 +56,41 @@ def averages_in_parts(
         ValueError: if rows are exchanged on a ring, and the layer, or what is wanted of it, cannot
             be computed in parts.
     """
-    on_ring, with_globals = layer.merged_by
+    on_ring, with_globals, _ = layer.merged_by
     if shard.exchange == "ring":
         check_no_weights(weights)
         averages: Tensor = on_ring(layer, *projected, shard, valid, **of_edges)
     elif may_broadcast(layer, shard, weights, *of_edges.values()):
         averages = with_globals(layer, *projected, shard, valid)
-    elif not is_worth_hiding(layer, projected, shard, weights, of_edges):
-        return None
-    elif shard.has_inside:
-        averages = inside_first(layer, projected, shard, valid)
-    elif may_merge(layer) and shard.own_first.may_merge:
-        averages = on_ring(layer, *projected, shard, valid)
     else:
         return None
     return averages
 
 
-def is_worth_hiding(
-    layer: Any, projected: Any, shard: ShardedGraph, weights: object, of_edges: Any
+def may_compute_meanwhile(
+    layer: Any, x: Tensor, shard: ShardedGraph, weights: object, of_edges: Any
 ) -> bool:
-    """Whether something is computed while rows travel; equal on all ranks.
+    """Whether something is computed while the rows of a call over tokens x travel.
 
-    Values and weights of edges are in the order of all edges of a rank. torch.compile computes
-    nothing while it waits for rows.
+    Values and weights of edges are in the order of all edges of a rank. The same rows travel either
+    way, so ranks may decide differently.
     """
-    if torch.compiler.is_compiling() or weights or of_edges:
+    if shard.exchange == "ring" or shard.broadcast or weights or of_edges:
         return False
-    if overridden(layer, ("mix", "fused", "fetch")):
+    numbers = 2 * layer.kv_heads * layer.head_dim * math.prod(x.shape[:-2])
+    if not is_worth_hiding(numbers * x.itemsize, shard):
         return False
-    sources = {id(x): x for x in layer.sides(projected)[1]}.values()
-    row = sum(math.prod((*x.shape[:-3], *x.shape[-2:])) * x.itemsize for x in sources)
-    return row * shard.most_received >= WORTH_HIDING
+    if overridden(layer, ("mix", "fused", "fetch", "project", "project_back")):
+        return False
+    if shard.has_inside:
+        return True
+    return may_merge(layer) and FEW * len(shard.own_first.rows) <= shard.num_targets
+
+
+def is_worth_hiding(bytes_per_row: int, shard: ShardedGraph) -> bool:
+    """Whether enough travels; torch.compile computes nothing while it waits for rows."""
+    traced = torch.compiler.is_compiling()
+    return not traced and bytes_per_row * shard.most_received >= WORTH_HIDING
 
 
 def may_merge(layer: Any) -> bool:
@@ -89,29 +99,85 @@ def may_merge(layer: Any) -> bool:
     return top_k is None and not own_methods(layer) and layer.backend != "reference"
 
 
-def inside_first(layer: Any, projected: Any, shard: ShardedGraph, valid: ValidPair) -> Tensor:
-    """The averages of every target, [*, N, H, D]: first of those that see no other rank.
+def output_meanwhile(
+    layer: Any,
+    x: Tensor,
+    context: Tensor,
+    rotations: Any,
+    tokens: Tensor | None,
+    shard: ShardedGraph,
+    valid: ValidPair,
+) -> Tensor:
+    """The output [*, N, dim] of a layer that computes something while rows travel.
 
-    The rows that the others see travel meanwhile.
+    If the rows that others need are few, they are projected first, and again with all others while
+    they travel. The arguments are those of the layer's `forward_pass` after its checks.
+    """
+    exchange, mask = shard.by_targets.exchange, valid[1]
+
+    def projected_of(x: Tensor, context: Tensor, turns: Any, *of_context: Any) -> Any:
+        projected = layer.project(x, context, turns)
+        if tokens is not None or layer.embeds_values:
+            *others, value = projected
+            projected = *others, layer.with_embedding(value, context, *of_context)
+        return projected
+
+    def sent(projected: Any, mask: Tensor | None, are_rows: bool) -> list[Travelling]:
+        tensors = _once(layer.sides(projected)[1], mask)
+        return exchange.start(tensors, [head_token_dim(y) for y in tensors], are_rows=are_rows)
+
+    started = None
+    if FEW * len(exchange.send) <= shard.num_sources:
+        few = context.index_select(-2, exchange.send)
+        turns = rotations
+        if rotations is not None:
+            of_few = tuple(y.index_select(-3, exchange.send) for y in rotations[1])
+            turns = tuple(y[..., :0, :, :] for y in of_few), of_few
+        of_context = _rows(tokens, exchange.send), _rows(mask, exchange.send)
+        leaving = projected_of(few[..., :0, :], few, turns, *of_context)
+        started = sent(leaving, of_context[1], are_rows=True)
+    projected = projected_of(x, context, rotations, tokens, mask)
+    started = started or sent(projected, mask, are_rows=False)
+    if shard.has_inside:
+        return inside_first(layer, projected, rotations, shard, valid, started)
+    output: Tensor = layer.merged_by[2](layer, *projected, shard, valid, started)
+    return output
+
+
+def _once(sources: Sequence[Tensor], mask: Tensor | None) -> list[Tensor]:
+    """Return what travels: by identity, since what occurs twice travels once."""
+    return [*{id(x): x for x in (*sources, mask) if x is not None}.values()]
+
+
+def inside_first(
+    layer: Any,
+    projected: Any,
+    rotations: Any,
+    shard: ShardedGraph,
+    valid: ValidPair,
+    started: Sequence[Travelling],
+) -> Tensor:
+    """The output of every target, [*, N, dim]: first of those that see no other rank.
+
+    What the others see has `started` to travel.
     """
     targets, sources = layer.sides(projected)
     split, (of_targets, of_sources) = shard.inside_first, valid
     masks = (None, None) if of_targets is None else split.split(of_targets, -1)
-    # By identity: what occurs twice travels once, and is not taken for something else afterwards.
     rows = {id(x): split.split(x, -3) for x in targets}
-    sent = [*{id(x): x for x in (*sources, of_sources) if x is not None}.values()]
+    sent = _once(sources, of_sources)
     dims = [head_token_dim(x) for x in sent]
-    started = split.outside.exchange.start(sent, dims)
-    averages = []
+    outputs = []
     for number, (graph, exchange, *_) in enumerate((split.inside, split.outside)):
         context = exchange.context(started, sent, dims)
         seen: dict[int, Tensor] = {id(x): y for x, y in zip(sent, context, strict=True)}
         arguments = layer.from_sides(
             [rows[id(x)][number] for x in targets], [seen[id(x)] for x in sources]
         )
-        averages.append(layer.mix(*arguments, graph, (masks[number], seen.get(id(of_sources)))))
-    inside, outside = averages
-    return split.merge(inside, outside, -3)
+        mixed = layer.mix(*arguments, graph, (masks[number], seen.get(id(of_sources))))
+        outputs.append(layer.project_back(mixed, rotations))
+    inside, outside = outputs
+    return split.merge(inside, outside, -2)
 
 
 def attention_on_ring(
@@ -125,7 +191,7 @@ def attention_on_ring(
 ) -> Tensor:
     """Average the values of every target's sources, on whatever rank they are, [*, N, H, D].
 
-    If all rows travel at once, the sources of this rank come first. `edge_bias` must be a table per offset, [offsets, H].
+    `edge_bias` must be a table per offset, [offsets, H].
     """
     check_layer(layer)
     check_bias(edge_bias, shard)
@@ -142,17 +208,31 @@ def attention_on_ring(
     else:
         operation = softmax_of(layer, edge_bias)
         parameters += [] if edge_bias is None else [edge_bias]
-    out, lse = in_parts(operation, shard, targets, sources, parameters)
+    out, lse = on_ring(operation, shard.rounds, targets, sources, parameters)
     return clear_invalid(_normalised(layer, out, lse), valid[0]).to(query.dtype)
 
 
-def in_parts(
-    operation: Any, shard: ShardedGraph, targets: Any, sources: Any, parameters: Any
-) -> tuple[Tensor, ...]:
-    """Merge the results over the sources of several ranks: on a ring, or this rank's own first."""
-    if shard.exchange == "rows":
-        return own_first(operation, shard.own_first, targets, sources)
-    return on_ring(operation, shard.rounds, targets, sources, parameters)
+def attention_own_first(
+    layer: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    shard: ShardedGraph,
+    valid: ValidPair,
+    started: Sequence[Travelling],
+) -> Tensor:
+    """The output [*, N, dim], first over the sources of this rank; others have `started`."""
+
+    def outputs(parts: Tensors, rows: Tensor | None) -> Tensors:
+        averages = clear_invalid(_normalised(layer, *parts), _rows(valid[0], rows))
+        return (layer.project_back(averages.to(query.dtype), None),)
+
+    targets, sources = (query, valid[0]), (key, value, valid[1])
+    return own_first(softmax_of(layer), shard.own_first, targets, sources, outputs, -2, started)[0]
+
+
+def _rows(mask: Tensor | None, rows: Tensor | None) -> Tensor | None:
+    return mask if mask is None or rows is None else mask.index_select(-1, rows)
 
 
 def softmax_of(layer: Any, edge_bias: Tensor | None = None) -> SoftmaxParts:
@@ -194,7 +274,8 @@ def attention_with_globals(
     of_globals = _normalised(layer, out, lse).to(query.dtype)
     mask = None if valid[0] is None else valid[0].index_select(-1, split.rows)
     rows = query.index_select(-3, split.rows)
-    if split.own_first.may_merge and is_worth_hiding(layer, (query, key, value), shard, False, {}):
+    row = (key.numel() + value.numel()) // shard.num_sources * key.itemsize
+    if split.own_first is not None and is_worth_hiding(row, shard):
         parts = own_first(softmax_of(layer), split.own_first, (rows, mask), (key, value, valid[1]))
         others = _normalised(layer, *parts).to(query.dtype)
     else:
@@ -226,7 +307,8 @@ def linear_with_globals(layer: Any, features: Any, shard: ShardedGraph, valid: V
     mask = None if valid[0] is None else valid[0].index_select(-1, split.rows)
     rows = query.index_select(-3, split.rows)
     turned_rows = None if turned[0] is None else turned_query.index_select(-3, split.rows)
-    if split.own_first.may_merge and is_worth_hiding(layer, (features,), shard, False, {}):
+    row = (key.numel() + value.numel()) // shard.num_sources * key.itemsize
+    if split.own_first is not None and is_worth_hiding(row, shard):
         sources = key, value, turned[1], valid[1]
         others = own_first(LinearParts(), split.own_first, (rows, turned_rows, mask), sources)
     else:
@@ -257,8 +339,26 @@ def linear_on_ring(layer: Any, features: Any, shard: ShardedGraph, valid: ValidP
     if shard.sends_states(query.shape[-1], rope=turned[0] is not None):
         above, below = linear_with_states(shard.states, shard.rounds, targets, sources)
     else:
-        above, below = in_parts(LinearParts(), shard, targets, sources, ())
+        above, below = on_ring(LinearParts(), shard.rounds, targets, sources, ())
     return _linear_average(layer, query, above, below)
+
+
+def linear_own_first(
+    layer: Any,
+    features: Any,
+    shard: ShardedGraph,
+    valid: ValidPair,
+    started: Sequence[Travelling],
+) -> Tensor:
+    """The output [*, N, dim], first over the sources of this rank; others have `started`."""
+
+    def outputs(parts: Tensors, rows: Tensor | None) -> Tensors:
+        return (layer.project_back(_linear_average(layer, query, *parts), None),)
+
+    query, key, value, turned_query, turned_key = features
+    turned = (turned_query, turned_key) if turned_query is not query else (None, None)
+    targets, sources = (query, turned[0], valid[0]), (key, value, turned[1], valid[1])
+    return own_first(LinearParts(), shard.own_first, targets, sources, outputs, -2, started)[0]
 
 
 def _linear_average(layer: Any, query: Tensor, above: Tensor, below: Tensor) -> Tensor:

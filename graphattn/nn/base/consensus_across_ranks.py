@@ -12,7 +12,6 @@ Layers have the type Any here, because their files import this one.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -107,7 +106,7 @@ def consensus_own_first(
         sent: what travels, by name, each with the dimension that counts the tokens.
     """
     alone, both = context is x, layer.update_rule == "energy"
-    own, rest, exchange, rows, _ = shard.own_first_of_both_ends if both else shard.own_first
+    own, rest, exchange, rows = shard.own_first_of_both_ends if both else shard.own_first
     if both:
         check_energy_graph(shard.by_both_ends.graph)
     tensors, dims = [x for x, _ in sent.values()], [dim for _, dim in sent.values()]
@@ -116,12 +115,12 @@ def consensus_own_first(
     u, compared, hidden = layer.project(x, context, rotations)
     sums = _sums(layer, compared, hidden, own, masks)
     arrived = dict(zip(sent, exchange.context(started, tensors, dims), strict=True))
-    seen, mask, place = (arrived.get(name) for name in ("sources", "valid", "positions"))
+    seen, mask, place = arrived["sources"], arrived.get("valid"), arrived.get("positions")
     if both:  # the same tokens are targets and sources
         x, mask_of_x, place_of_x = seen, arrived.get("valid targets"), arrived.get("of targets")
     else:
         x = x.index_select(-2, rows)
-        mask_of_x, place_of_x = (_rows(x, rows) for x in (masks[0], places[0]))
+        mask_of_x, place_of_x = (_rows(y, rows) for y in (masks[0], places[0]))
     turns = layer.rotations(x, seen, rest, (place_of_x, place))
     _, others, hidden_of_rest = layer.project(x, seen, turns)
     for iteration in range(layer.iterations):
