@@ -75,7 +75,7 @@ def may_compute_meanwhile(
     Values and weights of edges are in the order of all edges of a rank. The same rows travel either
     way, so ranks may decide differently.
     """
-    if shard.exchange == "ring" or shard.broadcast or weights or of_edges:
+    if shard.broadcast or weights or of_edges:
         return False
     numbers = 2 * layer.kv_heads * layer.head_dim * math.prod(x.shape[:-2])
     if not is_worth_hiding(numbers * x.itemsize, shard):

@@ -165,7 +165,11 @@ class GraphLayer(Configured, Later):
         )
         values = self.edge_arguments(x, graph, masks, **values)
         rotations = self.rotations(x, context, graph, positions)
-        if shard is not None and may_compute_meanwhile(self, x, shard, weights, values):
+        if (
+            shard is not None
+            and shard.exchange == "rows"
+            and may_compute_meanwhile(self, x, shard, weights, values)
+        ):
             return output_meanwhile(self, x, context, rotations, tokens, shard, masks)
         projected = self.project(x, context, rotations)
         if tokens is not None or self.embeds_values:
