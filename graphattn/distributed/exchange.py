@@ -89,8 +89,13 @@ class RowExchange:
             arrived = self.finish(started, tensors, dims)
         return [self._merged(*rows) for rows in zip(arrived, kept, dims, strict=True)]
 
-    def start(self, tensors: Sequence[Tensor], dims: Sequence[int]) -> list[Travelling]:
-        """Send this rank's rows, and return what :meth:`finish` waits for."""
+    def start(
+        self, tensors: Sequence[Tensor], dims: Sequence[int], *, are_rows: bool = False
+    ) -> list[Travelling]:
+        """Send this rank's rows, and return what :meth:`finish` waits for.
+
+        If they `are_rows`, the tensors have only what is to be sent, in the order of `send`.
+        """
         if self.total:
             agree_on_call(self.group)
         started = []
@@ -99,7 +104,11 @@ class RowExchange:
             dtype = _common_dtype([x for x, _ in given])
             # Without a name for the list, its tensors are freed before others are allocated.
             leaving = torch.cat(
-                [_as_rows(x.index_select(dim, self.send), dim).to(dtype) for x, dim in given], dim=1
+                [
+                    _as_rows(x if are_rows else x.index_select(dim, self.send), dim).to(dtype)
+                    for x, dim in given
+                ],
+                dim=1,
             )
             started.append(self._sent(leaving))
         return started

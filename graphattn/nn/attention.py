@@ -17,6 +17,7 @@ from graphattn.graphs.token_graph import TokenGraph
 from graphattn.nn.attention_steps import AttentionSteps
 from graphattn.nn.base.across_ranks import (
     attention_on_ring,
+    attention_own_first,
     attention_with_globals,
 )
 from graphattn.nn.base.graph_layer import Positions, Rotations, edge_mask, valid_for_propagate
@@ -56,7 +57,7 @@ class GraphAttention(AttentionSteps):
     eps: float = 0.0
     qk_norm: bool = False
     input_divisor: float | None = None  # of a layer that scales its input in place
-    merged_by = attention_on_ring, attention_with_globals
+    merged_by = attention_on_ring, attention_with_globals, attention_own_first
     # What PyG's generated code passes to `message()`; the pair is (sources, targets).
     propagate_type: ClassVar = {
         "query": Tensor,

@@ -12,7 +12,12 @@ from torch.nn import functional
 from graphattn.distributed.sharded_graph import ShardedGraph
 from graphattn.graphs.arguments import as_choice, as_float, as_int
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.nn.base.consensus_across_ranks import consensus_on_ring, may_use_ring
+from graphattn.nn.base.consensus_across_ranks import (
+    consensus_on_ring,
+    consensus_own_first,
+    may_go_own_first,
+    may_use_ring,
+)
 from graphattn.nn.base.graph_layer import (
     GraphLayer,
     Positions,
@@ -237,6 +242,8 @@ class _Consensus(GraphLayer):
             sent |= {"valid targets": (pair[0], -1), "of targets": (places[0], -1)}
         sent = {name: part for name, part in sent.items() if part[0] is not None}
         local = graph.by_both_ends if both else graph.by_targets
+        if may_go_own_first(self, sources, graph, local):
+            return consensus_own_first(self, x, sources, graph, pair, places, sent)
         arrived: Any = local.exchange(
             *(tensor for tensor, _ in sent.values()), dims=[dim for _, dim in sent.values()]
         )

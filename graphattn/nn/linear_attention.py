@@ -13,7 +13,11 @@ from graphattn.graphs.arguments import as_float
 from graphattn.graphs.builders.windows import causal_graph
 from graphattn.graphs.token_graph import TokenGraph
 from graphattn.near_names import explained
-from graphattn.nn.base.across_ranks import linear_on_ring, linear_with_globals
+from graphattn.nn.base.across_ranks import (
+    linear_on_ring,
+    linear_own_first,
+    linear_with_globals,
+)
 from graphattn.nn.base.graph_layer import Positions, Rotations, edge_mask, valid_for_propagate
 from graphattn.nn.base.message_passing import OptTensor
 from graphattn.nn.base.overrides import (
@@ -102,7 +106,7 @@ class LinearAttention(StreamingLayer):
         torch.Size([2, 10, 16])
     """
 
-    merged_by = linear_on_ring, linear_with_globals
+    merged_by = linear_on_ring, linear_with_globals, linear_own_first
     # Types of the arguments that PyG's generated code passes on; the pair is (sources, targets).
     propagate_type: ClassVar = {
         "query": Tensor,

@@ -232,6 +232,27 @@ MUTATIONS = [
         (f"{OVERLAP}::test_results_and_bytes_are_those_without_an_overlap",),
     ),
     Mutation(
+        "all targets of a graph of neighbours are taken for such that see no other rank",
+        f"{HERE}/planning/neighbor_plans.py",
+        "        return False\n",
+        "        return True\n",
+        (f"{OVERLAP}::test_results_and_bytes_are_those_without_an_overlap",),
+    ),
+    Mutation(
+        "consensus leaves out tokens of other ranks if it begins with its own",
+        "graphattn/nn/base/consensus_across_ranks.py",
+        "tuple(x.index_add(-3, rows, y) for",
+        "tuple(x for",
+        (f"{OVERLAP}::test_results_and_bytes_are_those_without_an_overlap",),
+    ),
+    Mutation(
+        "attention that begins with its own sources forgets them where it sees others",
+        f"{HERE}/ring/passes.py",
+        "    merged = operation.merge(tuple(_rows(part, rows)), other)",
+        "    merged = other",
+        (f"{OVERLAP}::test_results_and_bytes_are_those_without_an_overlap",),
+    ),
+    Mutation(
         "the first run of targets that see no other rank is taken, not the longest",
         f"{HERE}/planning/inside.py",
         "    order = (stop - start).argsort(stable=True)",

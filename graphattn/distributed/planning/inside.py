@@ -9,8 +9,12 @@ from graphattn.distributed.planning.needs import RunTable, remote_runs
 from graphattn.graphs.token_graph import TokenGraph
 
 
-def runs_inside(graph: TokenGraph, targets: Layout, sources: Layout) -> RunTable:
+def runs_inside(
+    graph: TokenGraph, targets: Layout, sources: Layout, *, both: bool = False
+) -> RunTable:
     """Return for every chunk the longest run of targets that see no source of another rank.
+
+    If `both`, no target of another rank sees them, either.
 
     The column `rank` of the result counts the chunks of `targets`. A run may be empty. A chunk has
     one run, so that a graph with a structure keeps it.
@@ -23,7 +27,7 @@ def runs_inside(graph: TokenGraph, targets: Layout, sources: Layout) -> RunTable
         >>> runs_inside(ga.causal_window_graph(12, 2), layout, layout)[1:]
         (tensor([0, 5, 9]), tensor([ 4,  8, 12]))
     """
-    seeing = remote_runs(graph.transpose(), sources, targets, both=False)
+    seeing = remote_runs(graph.transpose(), sources, targets, both=both)
     zeros = torch.zeros_like(seeing.rank)
     outside = RunTable(zeros, seeing.start, seeing.stop).joined(targets.num_tokens)
     edge = outside.start.new_zeros(1)

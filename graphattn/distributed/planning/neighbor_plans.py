@@ -51,6 +51,11 @@ class NeighborPlan(CommunicationPlan):
         """How many edges lead to the targets of each rank, a LongTensor [ranks]."""
         return self.edges_of_ranks
 
+    @property
+    def has_inside(self) -> bool:
+        """False: which targets see no other rank is not known here."""
+        return False
+
     def search_bytes(self, dtype: torch.dtype, coordinates: int) -> Tensor:
         """Count the bytes that every rank receives to find the neighbours, a LongTensor [ranks].
 

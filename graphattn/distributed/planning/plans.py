@@ -121,9 +121,11 @@ class CommunicationPlan:
     def inside(self) -> RunTable:
         """The longest run of targets that see no other rank, for every chunk of the targets.
 
-        Layers compute these first, while the rows of the others travel.
+        Layers compute these first, while the rows of the others travel. If a layer moves both ends
+        of an edge, no target of another rank sees them, either.
         """
-        return runs_inside(self.graph, self.target_layout, self.source_layout)
+        both = self.moves == "both"
+        return runs_inside(self.graph, self.target_layout, self.source_layout, both=both)
 
     @cached_property
     def inside_targets(self) -> Tensor:
@@ -138,7 +140,7 @@ class CommunicationPlan:
     @cached_property
     def has_inside(self) -> bool:
         """Whether layers compute targets that see no other rank first, while rows travel."""
-        if self.exchange == "ring" or self.broadcast or self.moves == "both":
+        if self.exchange == "ring" or self.broadcast:
             return False
         if not self.received_rows.any():
             return False
@@ -359,8 +361,10 @@ class CommunicationPlan:
 
         A layer then takes ``compute + seconds - hidden_seconds``. Its targets that see no other
         rank (:attr:`inside_targets`) are computed while rows travel, if at least 1 MiB goes to the
-        busiest rank. On a ring, a round is computed while the rows of the next one travel, and all
-        rounds are taken to be equal. Nothing is measured.
+        busiest rank. Consensus computes at least these. Attention over scattered targets or beside
+        global tokens computes something, too, but the result is 0 here. On a ring, a round is
+        computed while the rows of the next one travel, and all rounds are taken to be equal.
+        Nothing is measured.
 
         Args:
             compute: the seconds that a rank computes in this pass of the layer, as measured on one

@@ -10,17 +10,25 @@ The table :data:`GRADIENTS` says how the gradients of a part are computed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
-from graphattn.distributed.exchange import RowExchange, in_places_of, rows_of_rounds
+from graphattn.distributed.exchange import (
+    RowExchange,
+    Travelling,
+    head_token_dim,
+    in_places_of,
+    rows_of_rounds,
+)
+from graphattn.distributed.local_graph import OwnFirst
 from graphattn.distributed.ring.compiled import as_operator, register
 from graphattn.distributed.ring.operations import Given, RingOperation, Tensors
 from graphattn.distributed.ring.rounds import RingBlock, RingRound
 from graphattn.distributed.seen import Run
+from graphattn.graphs.token_graph import TokenGraph
 from graphattn.ops.attention.part_gradients import Pairs
 from graphattn.ops.backends import Backend
 
@@ -57,6 +65,47 @@ def over_own_sources(
     by_run: dict[int, Tensors] = {}
     _add_blocks(by_run, operation, rounds[0].blocks, targets, sources)
     return in_order([by_run[run] for run in sorted(by_run)])
+
+
+def own_first(
+    operation: RingOperation,
+    split: OwnFirst,
+    targets: Given,
+    sources: Given,
+    finish: Callable[[Tensors, Tensor | None], Tensors] | None = None,
+    dim: int = -3,
+    started: Sequence[Travelling] = (),
+) -> Tensors:
+    """Compute an operation over the sources of this rank while those of other ranks travel.
+
+    autograd differentiates the result. What occurs twice among `sources` travels once.
+
+    Args:
+        operation, targets, sources: as in :func:`on_ring`.
+        split: the edges of the rank in two parts.
+        finish: what makes the result from the operation's own, of all targets (None) or of some.
+        dim: the dimension of that which counts the targets.
+        started: what travels, if it has been sent.
+    """
+    own, rest, exchange, rows = split
+    sent = [*{id(x): x for x in sources if x is not None}.values()]
+    dims = [head_token_dim(x) for x in sent]
+    started = started or exchange.start(sent, dims)
+    part = operation.part(targets, sources, _block(0, own))
+    whole = part if finish is None else finish(part, None)
+    arrived = dict(zip(map(id, sent), exchange.context(started, sent, dims), strict=True))
+    seen = [None if x is None else arrived[id(x)] for x in sources]
+    other = operation.part(_rows(targets, rows), seen, _block(1, rest))
+    merged = operation.merge(tuple(_rows(part, rows)), other)
+    merged = merged if finish is None else finish(merged, rows)
+    return tuple(x.index_copy(dim, rows, y) for x, y in zip(whole, merged, strict=True))
+
+
+def _block(number: int, graph: TokenGraph) -> RingBlock:
+    """Return all edges of a graph as a block."""
+    targets, sources = (0, graph.num_targets), (0, graph.num_sources)
+    tokens = torch.arange(graph.num_sources, device=graph.device)
+    return RingBlock(number, 0, targets, sources, tokens, graph)
 
 
 def _add_blocks(

@@ -7,15 +7,23 @@ because their files import this one.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from graphattn.distributed.exchange import head_token_dim
+from graphattn.distributed.exchange import Travelling, head_token_dim
+from graphattn.distributed.local_graph import OwnFirst
 from graphattn.distributed.planning.plans import WORTH_HIDING
-from graphattn.distributed.ring.operations import BestParts, LinearParts, SoftmaxParts, TopKParts
-from graphattn.distributed.ring.passes import on_ring
+from graphattn.distributed.ring.operations import (
+    BestParts,
+    LinearParts,
+    SoftmaxParts,
+    Tensors,
+    TopKParts,
+)
+from graphattn.distributed.ring.passes import on_ring, own_first
 from graphattn.distributed.ring.states import linear_with_states
 from graphattn.distributed.sharded_graph import ShardedGraph
 from graphattn.nn.base.overrides import names_of, overridden, overridden_edges
@@ -24,6 +32,7 @@ from graphattn.ops.inputs import ValidPair, clear_invalid
 from graphattn.ops.linear_attention.api import average, linear_attention_sums
 from graphattn.ops.segments import even_sigmoid
 
+FEW = 8  # what is projected twice, or merged, is at most 1 / FEW of all
 INSTEAD = "make the shard with exchange='rows'"
 
 
@@ -49,59 +58,131 @@ def averages_in_parts(
         ValueError: if rows are exchanged on a ring, and the layer, or what is wanted of it, cannot
             be computed in parts.
     """
-    on_ring, with_globals = layer.merged_by
+    on_ring, with_globals, _ = layer.merged_by
     if shard.exchange == "ring":
         check_no_weights(weights)
         averages: Tensor = on_ring(layer, *projected, shard, valid, **of_edges)
     elif may_broadcast(layer, shard, weights, *of_edges.values()):
         averages = with_globals(layer, *projected, shard, valid)
-    elif may_go_inside_first(layer, projected, shard, weights, of_edges):
-        averages = inside_first(layer, projected, shard, valid)
     else:
         return None
     return averages
 
 
-def may_go_inside_first(
-    layer: Any, projected: Any, shard: ShardedGraph, weights: object, of_edges: Any
+def may_compute_meanwhile(
+    layer: Any, x: Tensor, shard: ShardedGraph, weights: object, of_edges: Any
 ) -> bool:
-    """Whether targets that see no other rank are computed while rows travel; equal on all ranks.
+    """Whether something is computed while the rows of a call over tokens x travel.
 
     Values and weights of edges are in the order of all edges of a rank. torch.compile computes
-    nothing while it waits for rows.
+    nothing while it waits. The same rows travel either way, so ranks may decide differently.
     """
-    if torch.compiler.is_compiling() or weights or of_edges:
+    if torch.compiler.is_compiling() or shard.broadcast or weights or of_edges:
         return False
-    if overridden(layer, ("mix", "fused", "fetch")):
+    row = 2 * layer.kv_heads * layer.head_dim * math.prod(x.shape[:-2]) * x.itemsize
+    if row * shard.most_received < WORTH_HIDING:
         return False
-    sources = {id(x): x for x in layer.sides(projected)[1]}.values()
+    if overridden(layer, ("mix", "fused", "fetch", "project", "project_back")):
+        return False
+    if shard.has_inside:
+        return True
+    return may_merge(layer) and FEW * len(shard.own_first.rows) <= shard.num_targets
+
+
+def others_own_first(sources: Sequence[Tensor], shard: ShardedGraph) -> OwnFirst | None:
+    """The edges of targets beside global tokens in two parts; None if rows are waited for."""
+    if torch.compiler.is_compiling():
+        return None
     row = sum(math.prod((*x.shape[:-3], *x.shape[-2:])) * x.itemsize for x in sources)
-    return row * shard.most_received >= WORTH_HIDING and shard.has_inside
+    enough = row * shard.most_received >= WORTH_HIDING
+    return shard.global_targets.own_first if enough else None
 
 
-def inside_first(layer: Any, projected: Any, shard: ShardedGraph, valid: ValidPair) -> Tensor:
-    """The averages of every target, [*, N, H, D]: first of those that see no other rank.
+def may_merge(layer: Any) -> bool:
+    """Whether results of a layer over several parts of the sources of a target can be merged."""
+    top_k = getattr(layer, "top_k", None)
+    return top_k is None and not own_methods(layer) and layer.backend != "reference"
 
-    The rows that the others see travel meanwhile.
+
+def output_meanwhile(
+    layer: Any,
+    x: Tensor,
+    context: Tensor,
+    rotations: Any,
+    tokens: Tensor | None,
+    shard: ShardedGraph,
+    valid: ValidPair,
+) -> Tensor:
+    """The output [*, N, dim] of a layer that computes something while rows travel.
+
+    If the rows that others need are few, they are projected first, and again with all others while
+    they travel. The arguments are those of the layer's `forward_pass` after its checks.
+    """
+    exchange, mask = shard.by_targets.exchange, valid[1]
+
+    def projected_of(x: Tensor, context: Tensor, turns: Any, *of_context: Any) -> Any:
+        projected = layer.project(x, context, turns)
+        if tokens is not None or layer.embeds_values:
+            *others, value = projected
+            projected = *others, layer.with_embedding(value, context, *of_context)
+        return projected
+
+    def sent(projected: Any, mask: Tensor | None, are_rows: bool) -> list[Travelling]:
+        tensors = _once(layer.sides(projected)[1], mask)
+        return exchange.start(tensors, [head_token_dim(y) for y in tensors], are_rows=are_rows)
+
+    started = None
+    if FEW * len(exchange.send) <= shard.num_sources:
+        few = context.index_select(-2, exchange.send)
+        turns = rotations
+        if rotations is not None:
+            of_few = tuple(y.index_select(-3, exchange.send) for y in rotations[1])
+            turns = tuple(y[..., :0, :, :] for y in of_few), of_few
+        of_context = _rows(tokens, exchange.send), _rows(mask, exchange.send)
+        leaving = projected_of(few[..., :0, :], few, turns, *of_context)
+        started = sent(leaving, of_context[1], are_rows=True)
+    projected = projected_of(x, context, rotations, tokens, mask)
+    started = started or sent(projected, mask, are_rows=False)
+    if shard.has_inside:
+        return inside_first(layer, projected, rotations, shard, valid, started)
+    output: Tensor = layer.merged_by[2](layer, *projected, shard, valid, started)
+    return output
+
+
+def _once(sources: Sequence[Tensor], mask: Tensor | None) -> list[Tensor]:
+    """Return what travels: by identity, since what occurs twice travels once."""
+    return [*{id(x): x for x in (*sources, mask) if x is not None}.values()]
+
+
+def inside_first(
+    layer: Any,
+    projected: Any,
+    rotations: Any,
+    shard: ShardedGraph,
+    valid: ValidPair,
+    started: Sequence[Travelling],
+) -> Tensor:
+    """The output of every target, [*, N, dim]: first of those that see no other rank.
+
+    What the others see has `started` to travel.
     """
     targets, sources = layer.sides(projected)
     split, (of_targets, of_sources) = shard.inside_first, valid
     masks = (None, None) if of_targets is None else split.split(of_targets, -1)
-    # By identity: what occurs twice travels once, and is not taken for something else afterwards.
     rows = {id(x): split.split(x, -3) for x in targets}
-    sent = [*{id(x): x for x in (*sources, of_sources) if x is not None}.values()]
+    sent = _once(sources, of_sources)
     dims = [head_token_dim(x) for x in sent]
-    started = split.outside.exchange.start(sent, dims)
-    averages = []
+    outputs = []
     for number, (graph, exchange, *_) in enumerate((split.inside, split.outside)):
         context = exchange.context(started, sent, dims)
         seen: dict[int, Tensor] = {id(x): y for x, y in zip(sent, context, strict=True)}
         arguments = layer.from_sides(
             [rows[id(x)][number] for x in targets], [seen[id(x)] for x in sources]
         )
-        averages.append(layer.mix(*arguments, graph, (masks[number], seen.get(id(of_sources)))))
-    inside, outside = averages
-    return split.merge(inside, outside, -3)
+        mixed = layer.mix(*arguments, graph, (masks[number], seen.get(id(of_sources))))
+        outputs.append(layer.project_back(mixed, rotations))
+    inside, outside = outputs
+    return split.merge(inside, outside, -2)
 
 
 def attention_on_ring(
@@ -127,10 +208,38 @@ def attention_on_ring(
             _, index = on_ring(best, shard, (query, valid[0]), (key, valid[1]))
         operation = TopKParts(layer, index)
     else:
-        seed = torch.randint(SEEDS, ()) if layer.current_dropout else None
-        operation = SoftmaxParts(layer, edge_bias, seed)
+        operation = softmax_of(layer, edge_bias)
     out, lse = on_ring(operation, shard, (query, valid[0]), (key, value, valid[1]))
     return clear_invalid(_normalised(layer, out, lse), valid[0]).to(query.dtype)
+
+
+def attention_own_first(
+    layer: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    shard: ShardedGraph,
+    valid: ValidPair,
+    started: Sequence[Travelling],
+) -> Tensor:
+    """The output [*, N, dim], first over the sources of this rank; others have `started`."""
+
+    def outputs(parts: Tensors, rows: Tensor | None) -> Tensors:
+        averages = clear_invalid(_normalised(layer, *parts), _rows(valid[0], rows))
+        return (layer.project_back(averages.to(query.dtype), None),)
+
+    targets, sources = (query, valid[0]), (key, value, valid[1])
+    return own_first(softmax_of(layer), shard.own_first, targets, sources, outputs, -2, started)[0]
+
+
+def _rows(mask: Tensor | None, rows: Tensor | None) -> Tensor | None:
+    return mask if mask is None or rows is None else mask.index_select(-1, rows)
+
+
+def softmax_of(layer: Any, edge_bias: Tensor | None = None) -> SoftmaxParts:
+    """Return the attention of a layer without top-k, as an operation in parts."""
+    seed = torch.randint(SEEDS, ()) if layer.current_dropout else None
+    return SoftmaxParts(layer, edge_bias, seed)
 
 
 def _normalised(layer: Any, out: Tensor, lse: Tensor) -> Tensor:
@@ -145,11 +254,9 @@ def may_broadcast(layer: Any, shard: ShardedGraph, *others: object) -> bool:
     Otherwise their owner fetches all rows: if results cannot be merged (top-k, own messages), or
     if `others`, a bias or a wish for weights, need all edges of a target on one rank.
     """
-    top_k = getattr(layer, "top_k", None)
-    plain = top_k is None and not own_methods(layer) and layer.backend != "reference"
     return (
         bool(shard.broadcast)
-        and plain
+        and may_merge(layer)
         and not any(x is not None and x is not False for x in others)
     )
 
@@ -159,15 +266,18 @@ def attention_with_globals(
 ) -> Tensor:
     """The averages of every target, [*, N, H, D], if the graph has global tokens."""
     split = shard.global_targets
-    seed = torch.randint(SEEDS, ()) if layer.current_dropout else None
-    operation = SoftmaxParts(layer, None, seed)
-    out, lse = split.computed(operation, (query, valid[0]), (key, value, valid[1]))
+    out, lse = split.computed(softmax_of(layer), (query, valid[0]), (key, value, valid[1]))
     of_globals = _normalised(layer, out, lse).to(query.dtype)
     mask = None if valid[0] is None else valid[0].index_select(-1, split.rows)
-    graph, (key, value), pair = shard.fetch_for(
-        split.others, (key, value), (-3, -3), (mask, valid[1])
-    )
-    others = layer.mix(query.index_select(-3, split.rows), key, value, graph, pair)
+    rows = query.index_select(-3, split.rows)
+    if (edges := others_own_first((key, value), shard)) is not None:
+        parts = own_first(softmax_of(layer), edges, (rows, mask), (key, value, valid[1]))
+        others = _normalised(layer, *parts).to(query.dtype)
+    else:
+        graph, (key, value), pair = shard.fetch_for(
+            split.others, (key, value), (-3, -3), (mask, valid[1])
+        )
+        others = layer.mix(rows, key, value, graph, pair)
     whole = torch.cat([others, of_globals], dim=-3).index_select(-3, split.place)
     return clear_invalid(whole, valid[0])
 
@@ -190,17 +300,20 @@ def linear_with_globals(layer: Any, features: Any, shard: ShardedGraph, valid: V
         LinearParts(), (query, turned[0], valid[0]), (key, value, turned[1], valid[1])
     )
     mask = None if valid[0] is None else valid[0].index_select(-1, split.rows)
-    fetched = (key, value, turned_key)
-    graph, (key, value, turned_key), pair = shard.fetch_for(
-        split.others, fetched, (-3, -3, -3), (mask, valid[1])
-    )
     rows = query.index_select(-3, split.rows)
-    rotated = None
-    if turned[0] is not None:
-        rotated = turned_query.index_select(-3, split.rows), turned_key
-    others = linear_attention_sums(
-        rows, key, value, graph, rotated=rotated, valid=pair, backend=layer.backend
-    )
+    turned_rows = None if turned[0] is None else turned_query.index_select(-3, split.rows)
+    if (edges := others_own_first((key, value), shard)) is not None:
+        sources = key, value, turned[1], valid[1]
+        others = own_first(LinearParts(), edges, (rows, turned_rows, mask), sources)
+    else:
+        fetched = (key, value, turned_key)
+        graph, (key, value, turned_key), pair = shard.fetch_for(
+            split.others, fetched, (-3, -3, -3), (mask, valid[1])
+        )
+        rotated = None if turned_rows is None else (turned_rows, turned_key)
+        others = linear_attention_sums(
+            rows, key, value, graph, rotated=rotated, valid=pair, backend=layer.backend
+        )
     whole = (
         torch.cat([x, y], dim=-3).index_select(-3, split.place)
         for x, y in zip(others, (above, below), strict=True)
@@ -222,6 +335,24 @@ def linear_on_ring(layer: Any, features: Any, shard: ShardedGraph, valid: ValidP
     else:
         above, below = on_ring(LinearParts(), shard, targets, sources)
     return _linear_average(layer, query, above, below)
+
+
+def linear_own_first(
+    layer: Any,
+    features: Any,
+    shard: ShardedGraph,
+    valid: ValidPair,
+    started: Sequence[Travelling],
+) -> Tensor:
+    """The output [*, N, dim], first over the sources of this rank; others have `started`."""
+
+    def outputs(parts: Tensors, rows: Tensor | None) -> Tensors:
+        return (layer.project_back(_linear_average(layer, query, *parts), None),)
+
+    query, key, value, turned_query, turned_key = features
+    turned = (turned_query, turned_key) if turned_query is not query else (None, None)
+    targets, sources = (query, turned[0], valid[0]), (key, value, turned[1], valid[1])
+    return own_first(LinearParts(), shard.own_first, targets, sources, outputs, -2, started)[0]
 
 
 def _linear_average(layer: Any, query: Tensor, above: Tensor, below: Tensor) -> Tensor:

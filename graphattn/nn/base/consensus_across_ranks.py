@@ -1,25 +1,30 @@
-"""Consensus over a graph on several ranks, whose rows travel on a ring.
+"""Consensus over a graph on several ranks: on a ring, or while rows travel.
 
 A step is a sum over edges of a matrix that depends on both of their tokens. It does not factor into
-sums over tokens, but it is a sum over blocks of edges. So a rank computes with the rows of one
-other rank at a time. Tokens travel, which are narrower than their hidden vectors, and states where
-they do not follow from the tokens: rotated ones, and those of later iterations.
+sums over tokens, but it is a sum over blocks of edges. So on a ring, a rank computes with the rows
+of one other rank at a time. If all rows travel at once, it computes the edges among its own tokens
+meanwhile. Tokens travel, which are narrower than their hidden vectors, and states where they do not
+follow from the tokens: those of later iterations, and on a ring rotated ones.
 
 Layers have the type Any here, because their files import this one.
 """
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from graphattn.distributed.local_graph import LocalPart
+from graphattn.distributed.planning.plans import WORTH_HIDING
 from graphattn.distributed.ring.operations import Given, Results, SumParts, Tensors
 from graphattn.distributed.ring.passes import on_ring
 from graphattn.distributed.ring.rounds import RingBlock
 from graphattn.distributed.sharded_graph import ShardedGraph
+from graphattn.graphs.token_graph import TokenGraph
 from graphattn.nn.base.across_ranks import own_methods
 from graphattn.ops.backends import choose
 from graphattn.ops.consensus.backends import BACKENDS
@@ -30,7 +35,7 @@ from graphattn.ops.consensus.calls import (
     check_energy_graph,
 )
 from graphattn.ops.consensus.step_size import automatic_move, bounds_of_degrees
-from graphattn.ops.inputs import compute_dtype, full_precision
+from graphattn.ops.inputs import ValidPair, compute_dtype, full_precision
 
 
 def may_use_ring(layer: Any, shard: ShardedGraph, positions: Any, features: Any) -> bool:
@@ -70,6 +75,105 @@ def consensus_on_ring(
         u = _moved(layer, u, sums, shard, masks[0], iteration)
     output: Tensor = layer.project_back(u, rotations)
     return output
+
+
+def may_go_own_first(layer: Any, x: Tensor, shard: ShardedGraph, local: LocalPart) -> bool:
+    """Whether edges among a rank's own tokens are computed while rows travel.
+
+    The same rows travel in both ways. torch.compile computes nothing while it waits for rows.
+    """
+    if torch.compiler.is_compiling() or not local.exchange.total:
+        return False
+    if layer.edge_features or own_methods(layer, "project"):
+        return False
+    row = math.prod((*x.shape[:-2], x.shape[-1])) * x.itemsize
+    return row * shard.most_received >= WORTH_HIDING
+
+
+def consensus_own_first(
+    layer: Any,
+    x: Tensor,
+    context: Tensor,
+    shard: ShardedGraph,
+    masks: ValidPair,
+    places: tuple[Tensor | None, Tensor | None],
+    sent: dict[str, tuple[Tensor, int]],
+) -> Tensor:
+    """The output [*, N, dim] of a layer for the tokens of this rank.
+
+    Args:
+        layer: the layer.
+        x, context, shard, masks: as its `prepare` returns them.
+        places: positions of targets and sources; None for those of the graph.
+        sent: what travels, by name, each with the dimension that counts the tokens.
+    """
+    alone, both = context is x, layer.update_rule == "energy"
+    own, rest, exchange, rows = shard.own_first_of_both_ends if both else shard.own_first
+    if both:
+        check_energy_graph(shard.by_both_ends.graph)
+    tensors, dims = [x for x, _ in sent.values()], [dim for _, dim in sent.values()]
+    started = exchange.start(tensors, dims)
+    rotations = layer.rotations(x, context, shard.tokens, places)
+    u, compared, hidden = layer.project(x, context, rotations)
+    sums = _sums(layer, compared, hidden, own, masks)
+    arrived = dict(zip(sent, exchange.context(started, tensors, dims), strict=True))
+    seen, mask, place = arrived["sources"], arrived.get("valid"), arrived.get("positions")
+    if both:  # the same tokens are targets and sources
+        x, mask_of_x, place_of_x = seen, arrived.get("valid targets"), arrived.get("of targets")
+    else:
+        x = x.index_select(-2, rows)
+        mask_of_x, place_of_x = (_rows(y, rows) for y in (masks[0], places[0]))
+    turns = layer.rotations(x, seen, rest, (place_of_x, place))
+    _, others, hidden_of_rest = layer.project(x, seen, turns)
+    for iteration in range(layer.iterations):
+        if iteration:
+            plain = layer.rotate_back(u, rotations)
+            started = exchange.start([plain], [-3]) if alone else []
+            compared = layer.compared_again(plain, compared, rotations, alone)
+            sums = _sums(layer, compared, hidden, own, masks)
+            moved = plain.index_select(-3, rows)
+            if alone:
+                (states,) = exchange.context(started, [plain], [-3])
+                others = layer.rotate(states if both else moved, states, turns)
+            else:
+                others = layer.compared_again(moved, others, turns, alone)
+        more = _sums(layer, others, hidden_of_rest, rest, (mask_of_x, mask))
+        last = [y.narrow(-3, y.shape[-3] - len(rows), len(rows)) for y in more]
+        sums = tuple(x.index_add(-3, rows, y) for x, y in zip(sums, last, strict=True))
+        u = _moved(layer, u, sums, shard, masks[0], iteration)
+    output: Tensor = layer.project_back(u, rotations)
+    return output
+
+
+def _rows(x: Tensor | None, rows: Tensor) -> Tensor | None:
+    return None if x is None else x.index_select(-1, rows)
+
+
+def _sums(
+    layer: Any,
+    compared: tuple[Tensor, Tensor],
+    hidden: tuple[Any, Any],
+    graph: TokenGraph,
+    masks: ValidPair,
+    update: str | None = None,
+) -> Tensors:
+    """The sums [*, N, H, D] of a step over the edges of a graph; and degrees if it is automatic."""
+    network = check_arguments(*compared, *hidden, layer.edge_net.second_layer())
+    call = ConsensusCall(
+        state=compared[0],
+        target_hidden=hidden[0],
+        source_hidden=hidden[1],
+        network=network,
+        graph=graph,
+        step_size=None if isinstance(layer.step_of(0), str) else 0.0,
+        update=update or layer.update_rule,
+        disagreement=compared,
+        valid=masks,
+        edge_hidden=None,
+        only_sums=True,
+    )
+    gradient, degree = choose(BACKENDS, call, layer.backend)(call)
+    return (gradient,) if degree is None else (gradient, degree[..., None])
 
 
 def _moved(
@@ -129,23 +233,8 @@ class ConsensusParts(SumParts):
                 hidden, masks = layer.hidden_vectors(u, c, x)[::-1], (as_sources, as_targets)
             else:
                 hidden = layer.hidden_vectors(u, x, c)
-            of_target, of_source = hidden
-            network = check_arguments(u, v, of_target, of_source, layer.edge_net.second_layer())
-        call = ConsensusCall(
-            state=u,
-            target_hidden=of_target,
-            source_hidden=of_source,
-            network=network,
-            graph=block.graph,
-            step_size=None if self.is_auto else 0.0,
-            update="energy" if block.ends == "both" else "target",
-            disagreement=(u, v),
-            valid=masks,
-            edge_hidden=None,
-            only_sums=True,
-        )
-        gradient, degree = choose(BACKENDS, call, layer.backend)(call)
-        return (gradient,) if degree is None else (gradient, degree[..., None])
+            update = "energy" if block.ends == "both" else "target"
+            return _sums(layer, (u, v), hidden, block.graph, masks, update)
 
     def _as_in_forward(self) -> AbstractContextManager[object]:
         """Autocast as in the forward pass: the backward pass computes parts again outside of it."""

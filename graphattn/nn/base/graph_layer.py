@@ -13,7 +13,11 @@ from torch import Tensor, nn
 from graphattn.distributed.sharded_graph import ShardedGraph
 from graphattn.graphs.arguments import as_int
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.nn.base.across_ranks import averages_in_parts
+from graphattn.nn.base.across_ranks import (
+    averages_in_parts,
+    may_compute_meanwhile,
+    output_meanwhile,
+)
 from graphattn.nn.base.message_passing import (
     STATE,
     Later,
@@ -60,7 +64,8 @@ class GraphLayer(Configured, Later):
 
     class_overrides: ClassVar[ClassOverrides]
     drawn: ClassVar[tuple[Any, ...]] = (nn.Linear,)  # parts that `reset_parameters` draws anew
-    merged_by: ClassVar[tuple[Any, Any]]  # operations in parts: on a ring, and with global tokens
+    # Operations in parts: on a ring, with global tokens, and over the sources of a rank first.
+    merged_by: ClassVar[tuple[Any, Any, Any]]
     output_proj: nn.Linear
     # Its repr at the end of the constructor: torch.compile could not trace that.
     text_when_made: str = ""
@@ -163,6 +168,12 @@ class GraphLayer(Configured, Later):
         )
         values = self.edge_arguments(x, graph, masks, **values)
         rotations = self.rotations(x, context, graph, positions)
+        if (
+            shard is not None
+            and shard.exchange == "rows"
+            and may_compute_meanwhile(self, x, shard, weights, values)
+        ):
+            return output_meanwhile(self, x, context, rotations, tokens, shard, masks)
         projected = self.project(x, context, rotations)
         if tokens is not None or self.embeds_values:
             *others, value = projected
