@@ -9,9 +9,9 @@ from sharded_cases import DIM
 def test_results_and_bytes_are_those_without_an_overlap(ranks: Ranks) -> None:
     by_rank = ranks.run(cases.quick, 3)
     for rank, found in enumerate(by_rank):
-        assert found["equal"] > 40
+        assert found["equal"] > 25
         assert found["globals"] == 3
-        assert found["neighbours"] > 2
+        assert found["neighbours"] > 1
         assert found["bytes"]
         assert min(found["poisoned"]) > 4
         assert found["overlaps"] > 20
