@@ -1,4 +1,4 @@
-"""What a rank can compute alone, computed while rows travel; every function runs on all ranks."""
+"""Work of a rank alone, done while rows travel; every function runs on all ranks."""
 
 from __future__ import annotations
 
@@ -148,6 +148,24 @@ def equal_over_neighbours(group: Any, seeds: list[int]) -> int:
     with for_any_size() as names:
         neighbours_equal_those_of_one_process(group, seeds)
     return len(names)
+
+
+def with_value_embeddings(group: Any) -> float:
+    """Return the error of a layer that adds embeddings of the tokens to its values."""
+    torch.manual_seed(3)
+    graph = ga.window_path_graph(50, 2)
+    shard = ga.distributed.shard(graph, group)
+    layer = ga.nn.DotProductAttention(DIM, HEADS, rope=True, value_embeddings=7).to(WIDE)
+    for p in layer.parameters():
+        torch.nn.init.normal_(p, std=0.5)
+    x, tokens = torch.randn(2, 50, DIM, dtype=WIDE), torch.randint(0, 7, (2, 50))
+    places = torch.randint(0, 99, (2, 50))
+    expected = layer(x, graph, tokens=tokens, positions=places)
+    with for_any_size() as names:
+        given = {"tokens": shard.split(tokens), "positions": shard.split(places)}
+        y = layer(shard.split(x), shard, **given)
+    assert names == ["inside_first"]
+    return float((y - shard.split(expected)).detach().abs().max())
 
 
 def bytes_of_consensus(group: Any) -> bool:
@@ -318,6 +336,7 @@ def quick(group: Any) -> dict[str, Any]:
         "globals": equal_beside_global_tokens(group),
         "neighbours": equal_over_neighbours(group, [*range(5)]),
         "bytes": bytes_of_consensus(group),
+        "embeddings": with_value_embeddings(group),
         **as_without(group),
     }
 
