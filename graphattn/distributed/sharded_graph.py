@@ -30,12 +30,10 @@ from graphattn.distributed.local_graph import (
     InsideFirst,
     LocalGraph,
     LocalPart,
-    OwnFirst,
     among_context,
     as_local,
     edge_exchange_of,
     exchange_of,
-    own_first_of,
     rows_of_targets,
     sequences_of,
     unlike_edges,
@@ -50,6 +48,7 @@ from graphattn.distributed.neighbors import (
     edges_of_both_ends,
     search,
 )
+from graphattn.distributed.own_first import OwnFirst, own_first_of
 from graphattn.distributed.planning.needs import RunTable
 from graphattn.distributed.planning.neighbor_plans import NeighborPlan
 from graphattn.distributed.planning.plans import CommunicationPlan, Exchange, plan, planned
@@ -214,11 +213,8 @@ class ShardedGraph:
         others = [without(layout.runs(rank), tokens) for rank in range(self.ranks)]
         everywhere = [[(token, token + 1) for token in tokens]] * self.ranks
         results, place = results_exchange(tokens, layout, self.rank, self.group, device)
-        part = self._part(others)
-        split = own_first_of(part, self.num_sources, both=False)
         return GlobalTargets(
-            others=part,
-            own_first=split if MERGING * len(split.rows) <= split.own.num_edges else None,
+            others=self._part(others),
             rows=rows.to(device),
             queries=exchange_of(
                 everywhere, layout, self.rank, torch.tensor(tokens), group=self.group, device=device
@@ -269,6 +265,13 @@ class ShardedGraph:
     def own_first(self) -> OwnFirst:
         """The edges of :attr:`by_targets`: those from this rank's own tokens, and the others."""
         return own_first_of(self.by_targets, self.num_sources, both=False)
+
+    @cached_property
+    @made_for_training
+    def own_first_of_others(self) -> OwnFirst | None:
+        """The edges of targets beside global tokens; None if merging their results takes long."""
+        split = own_first_of(self.global_targets.others, self.num_sources, both=False)
+        return split if MERGING * len(split.rows) <= split.own.num_edges else None
 
     @cached_property
     @made_for_training

@@ -1,4 +1,4 @@
-"""What a rank can compute alone is computed while rows and their gradients travel."""
+"""Ranks compute alone while rows and their gradients travel."""
 
 import overlap_cases as cases
 import pytest
@@ -9,10 +9,11 @@ from sharded_cases import DIM
 def test_results_and_bytes_are_those_without_an_overlap(ranks: Ranks) -> None:
     by_rank = ranks.run(cases.quick, 3)
     for rank, found in enumerate(by_rank):
-        assert found["equal"] > 40
+        assert found["equal"] > 25
         assert found["globals"] == 3
-        assert found["neighbours"] > 2
+        assert found["neighbours"] > 1
         assert found["bytes"]
+        assert found["embeddings"] < 1e-12
         assert min(found["poisoned"]) > 4
         assert found["overlaps"] > 20
         for error, same in found["again"]:

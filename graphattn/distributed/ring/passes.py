@@ -23,7 +23,7 @@ from graphattn.distributed.exchange import (
     in_places_of,
     rows_of_rounds,
 )
-from graphattn.distributed.local_graph import OwnFirst
+from graphattn.distributed.own_first import OwnFirst
 from graphattn.distributed.ring.compiled import as_operator, register
 from graphattn.distributed.ring.operations import Given, RingOperation, Tensors
 from graphattn.distributed.ring.rounds import RingBlock, RingRound

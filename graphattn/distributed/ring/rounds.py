@@ -14,7 +14,7 @@ from torch import Tensor
 
 from graphattn.distributed.exchange import RowExchange, head_token_dim, in_places_of
 from graphattn.distributed.layout import Layout
-from graphattn.distributed.local_graph import LocalPart, OwnFirst, edges_between
+from graphattn.distributed.local_graph import LocalPart, edges_between
 from graphattn.distributed.seen import Run, Runs, common, count, joined, seen_by, tokens_of
 from graphattn.graphs.builders.windows import bipartite_complete_graph
 from graphattn.graphs.token_graph import TokenGraph
@@ -179,7 +179,6 @@ class GlobalTargets(NamedTuple):
 
     Attributes:
         others: the graph and the exchange of this rank's other targets.
-        own_first: its edges in two parts; None if merging their results takes long.
         rows: LongTensor, these targets among this rank's own.
         queries: gives every rank the tensors of all global tokens.
         block: the edges from the sources of this rank to all global tokens.
@@ -189,7 +188,6 @@ class GlobalTargets(NamedTuple):
     """
 
     others: LocalPart
-    own_first: OwnFirst | None
     rows: Tensor
     queries: RowExchange
     block: RingBlock

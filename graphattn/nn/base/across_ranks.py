@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from graphattn.distributed.exchange import Travelling, head_token_dim
-from graphattn.distributed.local_graph import OwnFirst
+from graphattn.distributed.own_first import OwnFirst
 from graphattn.distributed.planning.plans import WORTH_HIDING
 from graphattn.distributed.ring.operations import (
     BestParts,
@@ -95,7 +95,7 @@ def others_own_first(sources: Sequence[Tensor], shard: ShardedGraph) -> OwnFirst
         return None
     row = sum(math.prod((*x.shape[:-3], *x.shape[-2:])) * x.itemsize for x in sources)
     enough = row * shard.most_received >= WORTH_HIDING
-    return shard.global_targets.own_first if enough else None
+    return shard.own_first_of_others if enough else None
 
 
 def may_merge(layer: Any) -> bool:
