@@ -502,7 +502,7 @@ class ShardedGraph:
                 parts.append(None)
                 continue
             along = _token_dim(x) if dim is None else dim
-            if x.shape[along] != count:
+            if _size(x, along) != count:
                 raise ValueError(
                     f"tensors[{number}] must have {count} {of} in dimension {along}, got shape "
                     f"{list(x.shape)}"
@@ -528,7 +528,7 @@ class ShardedGraph:
         layout = self._targets if as_choice("of", of, SIDES[:2]) == "targets" else self._sources
         along = _token_dim(tensor) if dim is None else dim
         count = layout.size(self.rank)
-        if tensor.shape[along] != count:
+        if _size(tensor, along) != count:
             raise ValueError(
                 f"tensor must have {count} {of} in dimension {along} on rank {self.rank}, got "
                 f"shape {list(tensor.shape)}"
@@ -821,6 +821,11 @@ def shard_like(part: ShardedGraph, graph: TokenGraph) -> ShardedGraph:
 
 def _token_dim(x: Tensor) -> int:
     return -2 if x.is_floating_point() and x.dim() >= 2 else -1
+
+
+def _size(x: Tensor, dim: int) -> int | None:
+    """Return the size of a dimension; None if there is no such dimension."""
+    return x.shape[dim] if -x.dim() <= dim < x.dim() else None
 
 
 def shard(

@@ -179,7 +179,9 @@ def refusals(group: Any) -> list[str]:
         lambda: ga.distributed.shard(graph, "cp"),
         lambda: ga.distributed.shard(graph, group, order="random"),
         lambda: rows.split(torch.randn(n + 1, DIM)),
+        lambda: rows.split(torch.tensor(1.0)),
         lambda: rows.gather(torch.randn(n, DIM)),
+        lambda: rows.gather(torch.randn(8, DIM), dim=2),
         lambda: __import__("copy").deepcopy(rows),
     ]
     messages = []

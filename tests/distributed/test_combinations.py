@@ -68,7 +68,9 @@ def test_errors_name_the_argument_on_every_rank(ranks):
         "group must be a DeviceMesh",
         "order must be one of",
         r"tensors\[0\] must have 24 targets",
+        r"tensors\[0\] must have 24 targets in dimension -1, got shape \[\]",
         "tensor must have 8 targets",
+        "tensor must have 8 targets in dimension 2",
         "cannot be copied or pickled",
     )
     for messages in ranks.run(refusals, 3):

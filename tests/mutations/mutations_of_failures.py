@@ -70,4 +70,18 @@ MUTATIONS = [
         "    if False:",
         (SAME,),
     ),
+    Mutation(
+        "prompts of ranks are not compared",
+        "graphattn/models/language/generation.py",
+        "            agree(shard.group, {name: _digest(value) for name, value in given.items()})",
+        "            pass",
+        (f"{TESTS}::test_ranks_that_generate_something_else_are_named",),
+    ),
+    Mutation(
+        "positions of both ends are not compared if they are one tensor",
+        f"{HERE}/agreement.py",
+        'not (name == "positions" and of_targets is of_sources)',
+        "True",
+        (f"{TESTS}::test_tokens_with_two_positions_on_one_rank_are_named",),
+    ),
 ]

@@ -4,6 +4,7 @@ from mutation import Mutation
 
 HERE = "graphattn/distributed"
 TESTS = "tests/distributed/test_sharded_layers.py"
+UNUSUAL = "tests/distributed/test_unusual_inputs.py"
 PARTS = "tests/distributed/test_part_gradients.py"
 KERNELS = "tests/kernels/test_kernels_part_gradients.py"
 LARGE = "test_log_sums_too_large_for_float32_are_left_to_the_parts"
@@ -321,5 +322,40 @@ MUTATIONS = [
         "torch.distributed.all_reduce(x, group=shard.group)",
         "pass",
         (TEXTS,),
+    ),
+    Mutation(
+        "a token with two positions has one state on a ring",
+        "graphattn/nn/base/consensus_across_ranks.py",
+        "        plain &= len({*map(id, positions)}) == 1",
+        "        pass",
+        (f"{UNUSUAL}::test_a_token_may_move_and_yet_not_be_seen",),
+    ),
+    Mutation(
+        "every part of a ring differentiates the history of a table of biases",
+        f"{HERE}/ring/operations.py",
+        "            self.leaf = self.edge_bias.detach().requires_grad_()",
+        "            self.leaf = self.edge_bias",
+        (f"{UNUSUAL}::test_a_learned_table_of_biases_gets_its_gradient_once",),
+    ),
+    Mutation(
+        "a parameter that is a table of biases counts twice on a ring",
+        "graphattn/nn/base/across_ranks.py",
+        "        if edge_bias is not None and all(edge_bias is not x for x in parameters):",
+        "        if edge_bias is not None:",
+        (f"{UNUSUAL}::test_a_learned_table_of_biases_gets_its_gradient_once",),
+    ),
+    Mutation(
+        "values per edge may pass as a table on one rank",
+        f"{HERE}/sharded_graph.py",
+        '            facts.texts.extend(["edge_bias", TABLE if self.is_table(bias) else VALUES])',
+        "            pass",
+        (f"{UNUSUAL}::test_a_bias_is_not_taken_for_a_table",),
+    ),
+    Mutation(
+        "a branch of a window sees all edges over ranks",
+        "graphattn/nn/gated_krause.py",
+        "            near = near.nearby(self.krause_window)",
+        "            pass",
+        (f"{TESTS}::test_a_branch_sees_the_nearby_edges_over_all_ranks",),
     ),
 ]
