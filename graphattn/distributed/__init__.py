@@ -8,6 +8,7 @@ A plan needs no processes, so it can be made on a laptop for any number of ranks
 from graphattn.distributed.agreement import RankFailure
 from graphattn.distributed.losses import token_mean
 from graphattn.distributed.planning.plans import CommunicationPlan, plan
-from graphattn.distributed.sharded_graph import ShardedGraph, shard
+from graphattn.distributed.sharded_graph import ShardedGraph
+from graphattn.distributed.sharding import shard
 
 __all__ = ["CommunicationPlan", "RankFailure", "ShardedGraph", "plan", "shard", "token_mean"]

@@ -12,7 +12,8 @@ from torch.nn import functional
 
 from graphattn.distributed.agreement import agree
 from graphattn.distributed.losses import same_loss_on_all_ranks
-from graphattn.distributed.sharded_graph import ShardedGraph, shard
+from graphattn.distributed.sharded_graph import ShardedGraph
+from graphattn.distributed.sharding import shard
 from graphattn.graphs import TokenGraph
 from graphattn.models.token_model import TokenModel
 from graphattn.train.runs.heads import WithHead
