@@ -157,7 +157,14 @@ def dropped(group: Any) -> list[Tensor]:
     for graph, exchange in ((near, "rows"), (near, "ring"), (blocks, "rows")):
         shard = ga.distributed.shard(graph, group, exchange=exchange, order="runs")
         torch.manual_seed(3)
-        outputs.append(layer(torch.ones(shard.num_targets, DIM), shard).detach())
+        x = torch.ones(shard.num_targets, DIM, requires_grad=True)
+        y = layer(x, shard)
+        outputs.append(y.detach())
+        weights = torch.arange(y.numel()).view(y.shape).cos()
+        (before,) = torch.autograd.grad(y, x, weights, retain_graph=True)
+        layer.eval()  # which changes later calls only
+        assert torch.equal(torch.autograd.grad(y, x, weights)[0], before)
+        layer.train()
     return outputs
 
 

@@ -26,7 +26,7 @@ RESULTS = "SymInt[] shape, SymInt[] widths, ScalarType[] dtypes, str[] texts, Sy
 
 
 class RingOptions(NamedTuple):
-    """What the operators get beside tensors; the names are those of their schema.
+    """Arguments of the operators beside tensors; the names are those of their schema.
 
     Attributes:
         present: whether each of these is a tensor, and not None: the targets, the sources, the

@@ -50,7 +50,8 @@ class RingOperation:
     needs_its_part: str | None = None
 
     def __init__(self, layer: Any, *tensors: Tensor | None) -> None:
-        self.layer, self.tensors = layer, tensors
+        self.layer = layer
+        self.tensors: tuple[Any, ...] = tensors
 
     def results(self, targets: Given, sources: Given) -> Results:
         """Return what the results are, before they are computed."""
@@ -131,7 +132,8 @@ class SoftmaxParts(RingOperation):
         layer, (_, seed) = self.layer, self.tensors
         dropout, generator = 0.0, None
         if seed is not None:
-            dropout = layer.current_dropout
+            # Not of the mode: `eval()` may have been called before the backward pass.
+            dropout = layer.attention_dropout
             generator = torch.Generator().manual_seed(int(seed) + block.number)
         out, lse = attend(
             query,
