@@ -332,16 +332,9 @@ MUTATIONS = [
     ),
     Mutation(
         "every part of a ring differentiates the history of a table of biases",
-        f"{HERE}/ring/operations.py",
-        "            self.leaf = self.edge_bias.detach().requires_grad_()",
-        "            self.leaf = self.edge_bias",
-        (f"{UNUSUAL}::test_a_learned_table_of_biases_gets_its_gradient_once",),
-    ),
-    Mutation(
-        "a parameter that is a table of biases counts twice on a ring",
-        "graphattn/nn/base/across_ranks.py",
-        "        if edge_bias is not None and all(edge_bias is not x for x in parameters):",
-        "        if edge_bias is not None:",
+        f"{HERE}/ring/passes.py",
+        "            leaves[i] = x.detach().requires_grad_()",
+        "            leaves[i] = x",
         (f"{UNUSUAL}::test_a_learned_table_of_biases_gets_its_gradient_once",),
     ),
     Mutation(

@@ -44,13 +44,15 @@ def on_ring(operation: RingOperation, shard: Any, targets: Given, sources: Given
         return as_operator(operation, shard, (targets, sources, parameters, tensors))
     rounds = shard.rounds_of_both_ends if operation.both else shard.rounds
     counts = len(targets), len(sources)
-    # Parts are differentiated with respect to leaves: what a tensor was made of is, only once.
-    leaves = [None if x is None else x.detach().requires_grad_(x.requires_grad) for x in tensors]
-    operation = type(operation)(layer, *leaves)
-    needed, own = (
-        [x for x in (*parameters, *others) if x is not None and x.requires_grad]
-        for others in (tensors, leaves)
-    )
+    own = [x for x in parameters if x.requires_grad]
+    needed, leaves = [*own], [*tensors]
+    for i, x in enumerate(tensors):
+        if x is not None and x.requires_grad:
+            # Parts are differentiated up to here: what a tensor was made of is, only once.
+            leaves[i] = x.detach().requires_grad_()
+            own.append(leaves[i])
+            needed.append(x)
+            operation = type(operation)(layer, *leaves)
     results: Tensors = _OnRing.apply(operation, rounds, counts, own, *targets, *sources, *needed)
     return results
 
