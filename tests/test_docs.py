@@ -7,6 +7,7 @@ import inspect
 import json
 import re
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
@@ -196,6 +197,19 @@ def test_no_page_has_a_heading_twice():
         text = re.sub(r"```.*?```", "", page.read_text("utf-8"), flags=re.S)
         headings = Counter(re.findall(r"^#+ (.+)$", text, re.M))
         assert not [heading for heading, times in headings.items() if times > 1], page
+
+
+def test_no_sentence_becomes_a_list_where_its_line_ends():
+    """A line that begins with "1) " or "+ " makes a list, also in the middle of a sentence."""
+    item = re.compile(r"(\d+[.)]|[-+*]) ")
+    for page in (*DOCS.rglob("*.md"), DOCS.parent / "README.md"):
+        if "_build" in page.parts:
+            continue
+        text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+        lines = text.splitlines()
+        for before, line in pairwise(lines):
+            is_sentence = before and before[-1] not in " .:*|" and not before.startswith(" ")
+            assert not (item.match(line) and is_sentence and not item.match(before)), (page, line)
 
 
 def test_no_formula_of_a_docstring_is_one_long_line():
