@@ -1,5 +1,7 @@
 """Ranks compute alone while rows and their gradients travel."""
 
+from typing import Any
+
 import overlap_cases as cases
 import pytest
 from ranks import Ranks
@@ -50,9 +52,21 @@ def test_every_graph_overlaps(ranks: Ranks, size: int) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("mechanism", ["attention", "consensus"])
 def test_a_layer_takes_as_long_as_the_slower_of_both(ranks: Ranks, mechanism: str) -> None:
-    """Transfers are delayed without work for a processor: gloo would take that from the layer."""
-    for times in ranks.run(cases.times_on_a_slow_network, 2, mechanism=mechanism):
-        for share in (0.7, 1.5):
-            assert times["meanwhile", share].of_slower < 1.1, times
-            # What it would show otherwise is 1.7.
-            assert times["after", share].of_slower > 1.2, times
+    """Transfers are delayed without work for a processor: gloo would take that from the layer.
+
+    Other work on the machine makes times longer, so a few measurements may be too long.
+    """
+
+    def is_as_long(times: dict[tuple[str, float], Any]) -> bool:
+        # What it would show otherwise is 1.7.
+        return all(
+            times["meanwhile", share].of_slower < 1.1 and times["after", share].of_slower > 1.2
+            for share in (0.7, 1.5)
+        )
+
+    seen = []
+    for _ in range(5):
+        seen.append(ranks.run(cases.times_on_a_slow_network, 2, mechanism=mechanism))
+        if all(map(is_as_long, seen[-1])):
+            return
+    raise AssertionError(seen)
