@@ -61,10 +61,10 @@ def own_first_of(part: LocalPart, num_own: int, *, both: bool) -> OwnFirst:
         others = (0, first), (first + num_own, graph.num_sources)
         blocks = [(targets, run) for run in others] + [(run, sources) for run in others if both]
         edges = torch.cat([_edges_of_block(graph, *block) for block in blocks], dim=1)
-        source, target = number[edges[0]], number[edges[1]] if both else edges[1]
     else:
         edges = graph.edge_index
-        source, target = number[edges[0]], number[edges[1]] if both else edges[1]
+    source, target = number[edges[0]], number[edges[1]] if both else edges[1]
+    if own is None:
         is_own = (source >= arrived) & ((target >= arrived) if both else True)
         ends = source[is_own] - arrived, target[is_own] - (arrived if both else 0)
         count = num_own if both else graph.num_targets
@@ -75,7 +75,7 @@ def own_first_of(part: LocalPart, num_own: int, *, both: bool) -> OwnFirst:
     if both:
         used = torch.cat([source, target]).unique()
         rows = used[used >= arrived]
-        tokens = torch.cat([number.new_tensor(range(arrived)), rows])
+        tokens = torch.cat([torch.arange(arrived, device=device), rows])
         source, target = torch.searchsorted(tokens, source), torch.searchsorted(tokens, target)
         of_targets = of_sources = graph.positions[place[tokens]]
         rows -= arrived

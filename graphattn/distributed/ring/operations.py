@@ -236,14 +236,13 @@ class TopKParts(SoftmaxParts):
 
     def __init__(self, layer: Any, index: Tensor) -> None:
         RingOperation.__init__(self, layer, index)
-        self.index = index
 
     def part(self, targets: Given, sources: Given, block: RingBlock) -> Tensors:
         (query, _), (key, value, _) = targets, sources
         heads = query.shape[-2]
         dtype = compute_dtype(query.dtype)
         start, stop = block.targets
-        index = self.index[..., start:stop, :, :]
+        index = self.tensors[0][..., start:stop, :, :]
         place = torch.searchsorted(block.tokens, index.clamp(min=0))
         place = place.clamp(max=max(len(block.tokens) - 1, 0))
         is_here = (index >= 0) & (block.tokens[place] == index) if len(block.tokens) else index < -1

@@ -138,7 +138,7 @@ def output_meanwhile(
         if rotations is not None:
             of_few = tuple(y.index_select(-3, exchange.send) for y in rotations[1])
             turns = tuple(y[..., :0, :, :] for y in of_few), of_few
-        of_context = _rows(tokens, exchange.send), _rows(mask, exchange.send)
+        of_context = of_rows(tokens, exchange.send), of_rows(mask, exchange.send)
         leaving = projected_of(few[..., :0, :], few, turns, *of_context)
         started = sent(leaving, of_context[1], are_rows=True)
     projected = projected_of(x, context, rotations, tokens, mask)
@@ -225,14 +225,15 @@ def attention_own_first(
     """The output [*, N, dim], first over the sources of this rank; others have `started`."""
 
     def outputs(parts: Tensors, rows: Tensor | None) -> Tensors:
-        averages = clear_invalid(_normalised(layer, *parts), _rows(valid[0], rows))
+        averages = clear_invalid(_normalised(layer, *parts), of_rows(valid[0], rows))
         return (layer.project_back(averages.to(query.dtype), None),)
 
     targets, sources = (query, valid[0]), (key, value, valid[1])
     return own_first(softmax_of(layer), shard.own_first, targets, sources, outputs, -2, started)[0]
 
 
-def _rows(mask: Tensor | None, rows: Tensor | None) -> Tensor | None:
+def of_rows(mask: Tensor | None, rows: Tensor | None) -> Tensor | None:
+    """Take some tokens of a mask or of positions, [*, N]; all of them if `rows` is None."""
     return mask if mask is None or rows is None else mask.index_select(-1, rows)
 
 
@@ -268,7 +269,7 @@ def attention_with_globals(
     split = shard.global_targets
     out, lse = split.computed(softmax_of(layer), (query, valid[0]), (key, value, valid[1]))
     of_globals = _normalised(layer, out, lse).to(query.dtype)
-    mask = None if valid[0] is None else valid[0].index_select(-1, split.rows)
+    mask = of_rows(valid[0], split.rows)
     rows = query.index_select(-3, split.rows)
     if (edges := others_own_first((key, value), shard)) is not None:
         parts = own_first(softmax_of(layer), edges, (rows, mask), (key, value, valid[1]))
@@ -299,7 +300,7 @@ def linear_with_globals(layer: Any, features: Any, shard: ShardedGraph, valid: V
     above, below = split.computed(
         LinearParts(), (query, turned[0], valid[0]), (key, value, turned[1], valid[1])
     )
-    mask = None if valid[0] is None else valid[0].index_select(-1, split.rows)
+    mask = of_rows(valid[0], split.rows)
     rows = query.index_select(-3, split.rows)
     turned_rows = None if turned[0] is None else turned_query.index_select(-3, split.rows)
     if (edges := others_own_first((key, value), shard)) is not None:

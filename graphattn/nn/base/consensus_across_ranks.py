@@ -25,7 +25,7 @@ from graphattn.distributed.ring.passes import on_ring
 from graphattn.distributed.ring.rounds import RingBlock
 from graphattn.distributed.sharded_graph import ShardedGraph
 from graphattn.graphs.token_graph import TokenGraph
-from graphattn.nn.base.across_ranks import own_methods
+from graphattn.nn.base.across_ranks import of_rows, own_methods
 from graphattn.ops.backends import choose
 from graphattn.ops.consensus.backends import BACKENDS
 from graphattn.ops.consensus.calls import (
@@ -122,7 +122,7 @@ def consensus_own_first(
         x, mask_of_x, place_of_x = seen, arrived.get("valid targets"), arrived.get("of targets")
     else:
         x = x.index_select(-2, rows)
-        mask_of_x, place_of_x = (_rows(y, rows) for y in (masks[0], places[0]))
+        mask_of_x, place_of_x = (of_rows(y, rows) for y in (masks[0], places[0]))
     turns = layer.rotations(x, seen, rest, (place_of_x, place))
     _, others, hidden_of_rest = layer.project(x, seen, turns)
     for iteration in range(layer.iterations):
@@ -143,10 +143,6 @@ def consensus_own_first(
         u = _moved(layer, u, sums, shard, masks[0], iteration)
     output: Tensor = layer.project_back(u, rotations)
     return output
-
-
-def _rows(x: Tensor | None, rows: Tensor) -> Tensor | None:
-    return None if x is None else x.index_select(-1, rows)
 
 
 def _sums(
